@@ -167,11 +167,14 @@ class Engine(ABC):
     # An engine that does not expose received tensors has no receipts: for it these calls do nothing.
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        """Load received tensors under the checkpoint's names; with `copy`, also write them to a draft of the weight
-        store."""
+        """Start to digest received tensors; with `copy`, also write them to a draft of the weight store."""
 
-    async def close_receipt(self, timeout_s: float) -> None:
-        """End the receipt: all tensors are here."""
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        """Return digests of the tensors received since `open_receipt`, by name; {} from an engine without digests.
+
+        Equal bytes have equal digests on engines of one device. Raises `EngineFailed` if its workers differ.
+        """
+        return {}
 
     async def keep_receipt(self, timeout_s: float) -> None:
         """Write the copy of `open_receipt` to disk, after the commit. Until then the copy stays in memory if there is

@@ -218,7 +218,7 @@ def _summarise(story: Story, status: dict[str, Any], console: Console) -> None:
     )
     table.add_row("weight sync, median", f"{statistics.median(s['sync_s'] for s in story.steps):.3f} s")
     updates = [step["update"] for step in story.steps if step["update"]]
-    for name in ("transfer", "store", "drain", "load", "close", "commit", "canary"):
+    for name in ("transfer", "store", "drain", "load", "digests", "commit", "canary"):
         if seconds := [update["seconds"][name] for update in updates if name in update["seconds"]]:
             table.add_row(f"  of which {name}", f"{statistics.median(seconds):.3f} s")
     table.add_row(

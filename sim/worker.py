@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engines.engine import Json, ReceiptCopy
 from engines.errors import StoreFailed, WeightUpdateConflict
 from engines.store.draft import Draft, RawTensor, raw
-from engines.store.manifest import check_bytes
+from engines.store.manifest import check_bytes, digest_of
 
 
 class SimWorker:
@@ -18,9 +19,14 @@ class SimWorker:
         self._name = model_name
         self._tensors = tensors
         self._stage_bytes = stage_bytes
+        self._damaged: set[str] = set()
         self._copy: ReceiptCopy | None = None
         self._received: dict[str, RawTensor] = {}
         self._receives = False
+
+    def damage(self, name: str) -> None:
+        """Let tensor `name` arrive with a wrong byte from now on."""
+        self._damaged.add(name)
 
     def see(self, names: list[str], shapes: list[list[int]]) -> None:
         """Record received tensors."""
@@ -34,6 +40,7 @@ class SimWorker:
                 self._received, self._receives = {}, True
             case "close_receipt":
                 self._receives = False
+                return {name: tensor.digest for name, tensor in self._received.items()}
             case "keep_receipt":
                 copy, self._copy = self._copy, None
                 if copy is not None:
@@ -46,6 +53,10 @@ class SimWorker:
                 self._copy, self._receives = None, False
             case "room_to_stage":
                 return {"room": arguments["num_bytes"] <= self._stage_bytes}
+            case "damage":
+                self.damage(arguments["name"])
+            case "heal":
+                self._damaged.clear()
             case "plan_updates":
                 return {"obstacle": ""}
             case "prepare_snapshot":
@@ -64,7 +75,10 @@ class SimWorker:
             raise WeightUpdateConflict(f"{path} does not hold the model's tensors")
 
     def _zeros(self, name: str, shape: list[int]) -> RawTensor:
-        return raw(name, "float32", shape, bytes(4 * math.prod(shape)))
+        content = bytearray(4 * math.prod(shape))
+        if name in self._damaged:
+            content[0] = 1
+        return replace(raw(name, "float32", shape, content), digest=digest_of(content))
 
 
 def _write(copy: ReceiptCopy, tensors: list[RawTensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.clients.http import HttpEngine
 from engines.engine import Json, Preparation, ReceiptCopy
-from engines.errors import InvalidRequest
+from engines.errors import EngineFailed, InvalidRequest
 from engines.types import TensorMeta
 from engines.weight_label import CHECKPOINT, UNKNOWN, WeightLabel, open_label
 
@@ -97,9 +97,14 @@ class EngineWithWorkers(HttpEngine, ABC):
         if self._has_tee:
             await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
 
-    async def close_receipt(self, timeout_s: float) -> None:
-        if self._has_tee:
-            await self._on_workers("close_receipt", {}, timeout_s)
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        if not self._has_tee:
+            return {}
+        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
+        for rank, digests in enumerate(others, 1):
+            if digests != first:
+                raise EngineFailed(f"workers 0 and {rank} received different bytes", replica_id=self.replica_id)
+        return dict(first)
 
     async def keep_receipt(self, timeout_s: float) -> None:
         if self._has_tee:

@@ -69,7 +69,7 @@ class WeightWorker(UpdatedWorker):
         self._receiver.leave()
 
     def open_receipt(self, **copy: Any) -> None:
-        """Take received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
+        """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
         them."""
         self._check_takes_updates()
         self.drop_receipt()
@@ -113,7 +113,7 @@ class WeightWorker(UpdatedWorker):
         return PlannedLoad(self._model, device=device, obstacle=obstacle)
 
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        """Hand all tensors announced to the receipt."""
+        """Hand all tensors announced to the tee."""
         load = self._model.load_weights if "load_weights" in vars(self._model) else self.target.load
         self._receiver.receive(update_info, load, timeout_s)
 

@@ -14,15 +14,15 @@ from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
 from engines.loading.worker import UpdatedWorker
 from engines.transfer.gloo import until_listening
-from engines.transfer.gpu_files import prepare
 from engines.transfer.packing import unpack_quickly
+from engines.transfer.tee import prepare
 
 
 class WeightWorker(UpdatedWorker):
     """Mixed into vLLM's worker class, so that `self` is the worker. Names here must differ from the worker's own."""
 
     def open_receipt(self, **copy: Any) -> None:
-        """Take received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
+        """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
         them."""
         worker: Any = self
         self.drop_receipt()

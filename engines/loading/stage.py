@@ -13,7 +13,7 @@ from engines.checkpoint.folder import read_spans
 from engines.errors import WeightUpdateFailed
 from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.packing import NamedTensor, kept_streams, num_bytes
-from engines.transfer.scribe import room_on
+from engines.transfer.tee import room_on
 
 _SHORT_TURN_S = 0.0002
 _reading = threading.Lock()

@@ -14,9 +14,8 @@ from engines.errors import WeightUpdateFailed
 from engines.loading.planned_load import PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
-from engines.transfer.gpu_files import prepare
 from engines.transfer.receipts import Receipts
-from engines.transfer.scribe import room_on
+from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
@@ -85,7 +84,7 @@ class UpdatedWorker:
         return {"room": num_bytes <= room_on(self.target.device)}
 
     def begin_receipt(self, model: Any, copy: dict[str, Any], *, is_first: bool) -> None:
-        """Take the tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
+        """Digest tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
         fields of `ReceiptCopy`, the first worker also copies them."""
         self.target.begin()
         told = ReceiptCopy(**copy) if copy and is_first else None
@@ -120,16 +119,16 @@ class UpdatedWorker:
                 tensor.zero_()
         synchronize(self.target.device)
 
-    def close_receipt(self) -> None:
-        """Take no more tensors. The copy is finished by `keep_receipt`."""
-        self.receipts.close()
+    def close_receipt(self) -> dict[str, str]:
+        """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
+        return self.receipts.close()
 
     def keep_receipt(self) -> None:
         """Finish the draft in the background, or note there why it failed: the update is committed."""
         self.receipts.keep()
 
     def drop_receipt(self) -> None:
-        """Take no more tensors; the draft is discarded, and so is what waits in memory for a load."""
+        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()

@@ -34,7 +34,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor's contiguous bytes in host memory at `address`, kept alive by `owner`."""
+    """A tensor's contiguous bytes in host memory at `address`, kept alive by `owner`. `digest` may be unknown."""
 
     name: str
     dtype: str
@@ -42,6 +42,7 @@ class RawTensor:
     address: int
     num_bytes: int
     owner: Any
+    digest: str = ""
 
     @property
     def bytes(self) -> memoryview:
@@ -62,7 +63,7 @@ WriteFile = Callable[[Path, Sequence[RawTensor]], list[str]]
 def write_host_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
     """Write a file of tensors that are in host memory."""
     write_file(path, tensors, (tensor.bytes for tensor in tensors))
-    return [digest_of(tensor.bytes) for tensor in tensors]
+    return [tensor.digest or digest_of(tensor.bytes) for tensor in tensors]
 
 
 def write_file(path: Path, tensors: Sequence[RawTensor], pieces: Iterable[memoryview]) -> None:

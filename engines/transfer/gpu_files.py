@@ -2,7 +2,6 @@
 
 import queue
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ _pinned: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 """Memory by which pieces leave, kept for the next file: to pin memory stops an engine for up to 1.4 s."""
 
 
-@cache
-def prepare(device: torch.device) -> None:
-    """Pin as much memory as is used at a time, ahead of updates."""
-    if device.type == "cuda":
-        for _ in range(WRITERS):
-            _pinned.put(_pinned_piece())
+def pin_memory() -> None:
+    """Pin as much memory as is used at a time."""
+    for _ in range(WRITERS - _pinned.qsize()):
+        _pinned.put(_pinned_piece())
 
 
 def write_any_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:

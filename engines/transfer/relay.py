@@ -3,7 +3,7 @@
     python -m engines.transfer.relay --port N --store FOLDER
 
 A separate process, so that a blocked transfer ends with it. It has vLLM's weight routes for a receiver, receives like
-vLLM's workers, and writes a draft of the weight store with their scribe. Replicas then load the version.
+vLLM's workers, and writes a draft of the weight store with their tee. Replicas then load the version.
 
 It outlives the gateway, as its own end would break the trainer's group: between two updates the next gateway finds it
 by its record in the store. It ends when its record is another's, and when no gateway keeps the store for a minute.
@@ -32,9 +32,9 @@ from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import Receiver, WeightGroup
-from engines.transfer.gpu_files import prepare
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
 from engines.transfer.receipts import Receipts
+from engines.transfer.tee import prepare
 
 log = logging.getLogger("relay")
 
@@ -45,7 +45,7 @@ _LINGERS_S = 60.0
 
 
 class NoModel:
-    """Takes the place of a worker's model: discards loaded tensors, which only a receipt sees."""
+    """Takes the place of a worker's model: discards loaded tensors, which only a tee sees."""
 
     def load_weights(self, weights: Iterable[NamedTensor]) -> None:
         for _ in weights:
@@ -163,7 +163,7 @@ class RelayServer:
                 copy = ReceiptCopy(**asked["kwargs"])
                 await asyncio.to_thread(self._receipts.open, self._model, None, copy, self._names)
             case "close_receipt":
-                await self._in_thread(self._closed)
+                return _json({"results": [await self._in_thread(self._closed)]})
             case "drop_receipt":
                 self._drop()
             case method:
@@ -175,9 +175,10 @@ class RelayServer:
         self._running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
         return await asyncio.shield(self._running)
 
-    def _closed(self) -> None:
-        self._receipts.close()
+    def _closed(self) -> Json:
+        digests = self._receipts.close()
         self._receipts.kept()  # all is written then: unlike a worker, a relay has no rollouts to serve
+        return digests
 
     def _drop(self) -> None:
         """Forget the update. Raise where a call still waits for the trainer: only the end of the process ends it."""

@@ -1,23 +1,27 @@
-"""Torch tensors as bytes, the store's form."""
+"""Torch tensors as bytes, the store's form, and the digests of these."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from engines.store.draft import RawTensor
+from engines.store.manifest import digest_of
 from engines.transfer.packing import NamedTensor
 
+_WORD = 8
+"""Bytes of a word of `sum_on_device`."""
 
-def raw_tensor(name: str, tensor: torch.Tensor) -> RawTensor:
+
+def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
     """Return the bytes of a tensor in host memory, without a copy if it is contiguous there."""
-    return where_it_is(name, on_host(tensor.detach()).resolve_neg())  # its memory may hold the values negated
+    return where_it_is(name, on_host(tensor.detach()).resolve_neg(), digest)  # its memory may hold the values negated
 
 
-def where_it_is(name: str, tensor: torch.Tensor) -> RawTensor:
+def where_it_is(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
     """Return the bytes of a tensor in the memory of its device, without a copy if it is contiguous."""
     there = tensor if tensor.is_contiguous() else tensor.contiguous()
     dtype = str(there.dtype).removeprefix("torch.")
-    return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there)
+    return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there, digest)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,6 +33,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     there.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return there
+
+
+def digest_on_host(tensor: torch.Tensor) -> str:
+    """Return the store's digest of a tensor on the host."""
+    return digest_of(raw_tensor("", tensor).bytes)
 
 
 def runs(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -44,6 +53,16 @@ def runs(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         run.append((name, tensor))
     if run:
         yield _joined(run)
+
+
+def sum_on_device(content: torch.Tensor) -> torch.Tensor:
+    """Return the exclusive or of the words of these bytes (not none), made where they lie, without a wait for it."""
+    if content.storage_offset() % _WORD:
+        content = content.clone()
+    end = len(content) - len(content) % _WORD
+    parts = content[:end].view(torch.int64), content[end:]
+    words, *rest = [torch.hash_tensor(part).view(torch.int64) for part in parts if len(part)]
+    return words ^ rest[0] if rest else words
 
 
 def _are_neighbours(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import structlog
 
 from engines.checkpoint.folder import stored_bytes
 from engines.engine import Json
-from engines.errors import StoreFailed
+from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, note_record, record_in, remove_folder
@@ -180,22 +180,34 @@ class Snapshots:
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 
-    def keep(self, draft: Path, label: str, scribe: Replica) -> None:
-        """In the background, wait until `scribe` has written the draft, and make it the version of this label. It is
-        given up with its scribe."""
-        self._keeping = asyncio.create_task(self._keep(draft, label, scribe), name=f"keep version {version_of(label)}")
+    def keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
+        """In the background, wait until `scribe` has written the draft, and make it the version of this label.
+
+        `digests` are those of the received tensors: the draft must have the same. It is given up with its scribe.
+        """
+        self._keeping = asyncio.create_task(
+            self._keep(draft, label, scribe, digests), name=f"keep version {version_of(label)}"
+        )
 
     async def announced(self, name: str) -> Json:
         """Check the bytes of a trainer's draft, and return names, dtypes and shapes. Raises `InvalidRequest` where it
         is missing or damaged."""
         draft = await self.in_thread(self._open_store().named, name)
-        return _announced(await self.in_thread(check_bytes, draft))
+        manifest = await self.in_thread(check_bytes, draft)
+        return {
+            "names": list(manifest.tensors),
+            "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],
+            "shapes": [tensor.shape for tensor in manifest.tensors.values()],
+        }
 
     async def finished(self, draft: Path) -> Json:
-        """Return what the relay's draft holds, as `announced`. Raises `StoreFailed` with the reason if it gave up."""
+        """As `announced`, for the relay's draft. Raises `StoreFailed` with the reason where the relay gave up."""
         if not await self.in_thread(is_whole, draft):
             raise StoreFailed(f"{draft} was not written to its end")
-        return _announced(await self.in_thread(Manifest.read, draft))
+        try:
+            return await self.announced(draft.name)
+        except InvalidRequest as error:  # the relay's fault, not the trainer's
+            raise StoreFailed(f"the draft differs from what was received: {error}") from error
 
     async def promote(self, draft: Path, label: str, served: int, names: Iterable[str]) -> Path:
         """Make a draft the version of this label, with missing tensors of `names` copied from version `served`.
@@ -263,15 +275,20 @@ class Snapshots:
         with contextlib.ExitStack() as stack:
             yield await self.in_thread(stack.enter_context, store.reading(version_of(label)))
 
-    async def _keep(self, draft: Path, label: str, scribe: Replica) -> None:
+    async def _keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
         began, version, store = time.monotonic(), version_of(label), self._open_store()
+
+        def checked_and_promoted() -> None:
+            _check_digests(draft, digests)
+            store.promote(draft, label, self._checkpoint())
+
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 while not await self.in_thread(is_whole, draft):
                     if scribe.state is ReplicaState.LOST:
                         raise StoreFailed(f"replica {scribe.replica_id}, which wrote it, is lost: {scribe.reason}")
                     await asyncio.sleep(_POLL_S)
-            await self.in_thread(store.promote, draft, label, self._checkpoint())
+            await self.in_thread(checked_and_promoted)
         except BaseException as error:
             await self.discard(draft)
             if not isinstance(error, StoreFailed | TimeoutError):
@@ -320,9 +337,9 @@ def in_memory(app: str) -> Path:
     return place / f"rollout-gateway-{os.getuid()}-{app}"
 
 
-def _announced(manifest: Manifest) -> Json:
-    return {
-        "names": list(manifest.tensors),
-        "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],
-        "shapes": [tensor.shape for tensor in manifest.tensors.values()],
-    }
+def _check_digests(draft: Path, received: dict[str, str]) -> None:
+    """Digests of a GPU are of another kind than the store's, and are not compared."""
+    for name, tensor in Manifest.read(draft).tensors.items():
+        kind = tensor.digest.partition(":")[0]
+        if name in received and received[name].partition(":")[0] == kind and received[name] != tensor.digest:
+            raise StoreFailed(f"tensor {name!r} was written with other bytes than received")

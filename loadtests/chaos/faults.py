@@ -207,6 +207,17 @@ async def wrong_shapes(world: World) -> None:
         await world.trainer.send(shapes=[[4, 5]])
 
 
+async def damaged_on_the_way(world: World) -> None:
+    """Let one replica receive other bytes than its peers."""
+    replica = (await world.replicas())[0]
+    await world.trainer.tell_engine(replica, "damage", name="weight")
+    await world.trainer.start()
+    await world.trainer.send()
+    with refused(424):
+        await world.trainer.finish()
+    await world.trainer.tell_engine(replica, "heal")
+
+
 async def damaged_in_the_store(world: World) -> None:
     with refused(400):
         await world.trainer.push(damaged=True)
@@ -318,6 +329,7 @@ FAULTS: dict[str, Fault] = {
     "trainer dies in the middle": trainer_dies,
     "gateway killed in the middle": gateway_killed,
     "replica returns with old weights": returns_with_old_weights,
+    "tensor damaged on its way to one replica": damaged_on_the_way,
     "tensor damaged in the store": damaged_in_the_store,
     DISK_FULL: disk_full,
     "replica loads other weights": fails_while_loading,

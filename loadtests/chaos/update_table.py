@@ -60,7 +60,7 @@ class Moment:
 
 PAUSE, CANARY = Moment("pause", "/pause"), Moment("canary", "prompt_logprobs")
 LOAD, PREPARE = Moment("load", "load_snapshot"), Moment("prepare", "prepare_snapshot")
-CLOSE, COMMIT = Moment("close", "close_receipt"), Moment("commit", "/finish_weight_update")
+DIGESTS, COMMIT = Moment("digests", "close_receipt"), Moment("commit", "/finish_weight_update")
 BEGIN, RECEIPT = Moment("begin", "/start_weight_update"), Moment("receipt", "open_receipt")
 
 
@@ -76,12 +76,12 @@ class Transport:
 TRANSPORTS = (
     Transport(
         "flat, staged",
-        (RECEIPT, Moment("transfer", "stage_weights"), CLOSE, PAUSE, Moment("load", "load_staged"), COMMIT, CANARY),
+        (RECEIPT, Moment("transfer", "stage_weights"), DIGESTS, PAUSE, Moment("load", "load_staged"), COMMIT, CANARY),
         {"relay": "never"},
     ),
     Transport(
         "flat, not staged",
-        (PAUSE, BEGIN, Moment("transfer", "/update_weights"), CLOSE, COMMIT, CANARY),
+        (PAUSE, BEGIN, Moment("transfer", "/update_weights"), DIGESTS, COMMIT, CANARY),
         {"relay": "never", "stage": "never"},
     ),
     Transport("store", (PREPARE, LOAD, CANARY), {"relay": "never"}),

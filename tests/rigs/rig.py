@@ -118,6 +118,10 @@ class SimReplica:
         """Tokens that it has made so far."""
         return self._server.scheduler.generated_tokens
 
+    def damage(self, tensor: str) -> None:
+        """From now on this tensor arrives with a wrong byte."""
+        self._server.worker.damage(tensor)
+
     def hurry(self) -> None:
         """From now on its tokens take no time. Ends a stall."""
         self.scheduler.config = self.scheduler.config.model_copy(update={"decode_step_s": 0.0})

@@ -12,6 +12,7 @@ from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
+from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
     check_reachable,
@@ -34,6 +35,7 @@ class GroupArrival:
         self._parts = parts
         self._timeout_s = parts.config.control_timeout_s
         self._group: TransferGroup | None = None
+        self._digests: dict[str, str] = {}
 
     async def restore(self, record: Json) -> bool:
         """Go on with the group of a gateway that has died between two updates, if all members live."""
@@ -109,13 +111,17 @@ class GroupArrival:
         update.record.receive(announced)
 
     async def close(self, update: Update) -> None:
-        """Check that no tensor is missing, and end the receipts."""
-        group, timeout_s = await self._whole_group(), self._timeout_s
-        for replica in group.members:
-            if replica.info.dialect is Dialect.VLLM:
-                check_fused(update.record.names, replica.info)
-        with update.record.timed("close"):
-            await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
+        """Compare the digests of the tensors that replicas have received."""
+        group = await self._whole_group()
+        with update.record.timed("digests"):
+            for replica in group.members:
+                if replica.info.dialect is Dialect.VLLM:
+                    check_fused(update.record.names, replica.info)
+            received = await on_all(
+                group.members, lambda replica: replica.engine.close_receipt(self._timeout_s), self._timeout_s
+            )
+            check_receipts(dict(zip(group.members, received, strict=True)))
+        self._digests = next(filter(None, received), {})
 
     async def prepare(self, update: Update) -> None:
         """Nothing: the tensors are there."""
@@ -141,7 +147,7 @@ class GroupArrival:
         if update.record.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.record.version)
         else:
-            self._parts.snapshots.keep(update.record.draft, update.record.label, scribe)
+            self._parts.snapshots.keep(update.record.draft, update.record.label, scribe, self._digests)
 
     async def dropped(self, update: Update) -> None:
         """Nothing: engines drop what they have received."""

@@ -67,7 +67,7 @@ class RelayArrival(StoreArrival):
         update.record.receive(announced)
 
     async def close(self, update: Update) -> None:
-        """Have the relay end the draft, and make it a version of the store."""
+        """Have the relay end the draft, compare its bytes with their digests, and make it a version of the store."""
         parts, record = self._parts, update.record
         assert record.draft is not None
         with record.timed("store"):

@@ -466,8 +466,10 @@ async def test_the_plugin_is_found_by_its_answer_and_not_used_where_it_cannot_up
         assert server.called()[-1] == ("plan_updates", told)
 
 
-async def test_with_the_plugin_workers_join_and_receive(engine: SglangEngine, server: FakeSglang) -> None:
-    server.workers = {"plan_updates": planned("", "")}
+async def test_with_the_plugin_workers_join_receive_and_report_digests(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.workers = {"plan_updates": planned("", ""), "close_receipt": [{"w": "1"}, {"w": "1"}]}
     await engine.prepare_updates((), "", (), TIMEOUT_S)
     server.asked.clear()
     await engine.open_weight_group(
@@ -477,7 +479,7 @@ async def test_with_the_plugin_workers_join_and_receive(engine: SglangEngine, se
     await engine.open_receipt(copy, TIMEOUT_S)
     await engine.start_weight_update(TIMEOUT_S)
     await engine.update_weights({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}, TIMEOUT_S)
-    await engine.close_receipt(TIMEOUT_S)
+    assert await engine.close_receipt(TIMEOUT_S) == {"w": "1"}
     await engine.finish_weight_update("4", TIMEOUT_S)
     await engine.keep_receipt(TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
@@ -502,6 +504,9 @@ async def test_with_the_plugin_workers_join_and_receive(engine: SglangEngine, se
     assert server.called() == [
         ("room_to_stage", {"num_bytes": 7}), ("stage_weights", update), ("staged", {}), ("load_staged", {}),
     ]  # fmt: skip
+    server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]
+    with pytest.raises(EngineFailed, match="workers 0 and 1 received different bytes"):
+        await engine.close_receipt(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -21,9 +21,9 @@ from trl.generation import vllm_client
 from engines.config import EngineConfig
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
-from engines.store.manifest import check_bytes, digest_of
+from engines.store.manifest import check_bytes
 from engines.transfer.gloo import WeightGroup
-from engines.transfer.tensor_bytes import raw_tensor
+from engines.transfer.tensor_bytes import digest_on_host
 from engines.types import EngineKind
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines import real_sglang, real_vllm
@@ -115,7 +115,7 @@ def kept_copy(fleet: RealFleet, version: int) -> Path:
 
 
 def digests_of(model: Any) -> dict[str, str]:
-    return {name: digest_of(raw_tensor(name, tensor).bytes) for name, tensor in model.named_parameters()}
+    return {name: digest_on_host(tensor) for name, tensor in model.named_parameters()}
 
 
 def announced(model: Any) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
 from engines.errors import EngineFailed, WeightUpdateFailed
 from engines.store.draft import is_whole
-from engines.store.manifest import check_bytes, digest_of
+from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from engines.transfer.gloo import send
-from engines.transfer.tensor_bytes import raw_tensor
+from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model import task
 from tests.material import plain_layers, tied_model
 from tests.rigs.engines.real_trainer import PROBLEMS, announced, said_at, trl_client
@@ -152,12 +152,12 @@ def test_a_version_is_copied_as_it_arrives_and_loaded_again(tmp_path: Path) -> N
         copy = ReceiptCopy(draft=str(draft), model="m", base=str(tmp_path / "first"), names=names, wait_s=5.0)
         on_engine(url, lambda engine: engine.open_receipt(copy, TIMEOUT_S))
         client.update_model_params(second)
-        on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
+        digests = on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
+        assert digests == {name: digest_on_host(tensor) for name, tensor in second.named_parameters()}
         on_engine(url, lambda engine: engine.keep_receipt(TIMEOUT_S))
         wait_until(lambda: is_whole(draft), TIMEOUT_S)
         version_1 = store.promote(draft, "1", tmp_path / "first")
-        sent = {name: digest_of(raw_tensor(name, tensor).bytes) for name, tensor in second.named_parameters()}
-        assert {name: tensor.digest for name, tensor in check_bytes(version_1).tensors.items()} == sent
+        assert {name: tensor.digest for name, tensor in check_bytes(version_1).tensors.items()} == digests
         assert said_at(url) == second_says
 
         load(tmp_path / "first", 0)

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -27,6 +28,7 @@ from engines.engine import Engine, Json, Take
 from engines.errors import WeightUpdateConflict
 from engines.reading import reader
 from engines.store.draft import RawTensor, raw
+from engines.store.manifest import digest_of
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from sim import server as sim_server
 from sim.adapters import SimAdapters
@@ -141,7 +143,9 @@ class _Worker(SimWorker):
         engine.content = (engine.loaded[0], engine.content[1])  # tensor after tensor
 
     def _zeros(self, name: str, shape: list[int]) -> RawTensor:
-        return raw_tensor(name, self._engine.staged.get(name, self._engine.content[NAMES.index(name)]))
+        value = self._engine.staged.get(name, self._engine.content[NAMES.index(name)])
+        tensor = raw_tensor(name, value + 1024 * (name in self._damaged))
+        return replace(tensor, digest=digest_of(tensor.bytes))
 
 
 class _Server(SimServer):

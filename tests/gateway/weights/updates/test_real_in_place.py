@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
-from engines.store.manifest import check_bytes, digest_of
+from engines.store.manifest import check_bytes
 from engines.transfer.gloo import WeightGroup, send
-from engines.transfer.tensor_bytes import raw_tensor
+from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
 from tests.rigs.engines.real_trainer import TIMEOUT_S, announced
@@ -182,7 +182,7 @@ def test_the_copy_of_a_staged_version_is_what_was_sent(plain: Plain, sender: Wei
     plain.push(sender, model)
     assert plain.last_update()["staged"]
     copied = check_bytes(plain.kept_copy(plain.client.weight_version()))
-    sent = {name: digest_of(raw_tensor(name, tensor).bytes) for name, tensor in model.named_parameters()}
+    sent = {name: digest_on_host(tensor) for name, tensor in model.named_parameters()}
     assert {name: tensor.digest for name, tensor in copied.tensors.items()} == sent
 
 

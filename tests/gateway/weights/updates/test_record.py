@@ -17,7 +17,7 @@ async def records(rig: Rig) -> list[Json]:
     return updates
 
 
-STEPS = {"store", "receipt", "pause", "begin", "transfer", "close", "load", "canary", "label"}
+STEPS = {"store", "receipt", "pause", "begin", "transfer", "digests", "load", "canary", "label"}
 
 
 async def test_an_update_leaves_a_record_with_steps_bytes_and_what_each_replica_holds(rig: Rig) -> None:

@@ -103,6 +103,14 @@ async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 
 
+async def test_other_bytes_on_one_replica_are_refused_before_an_engine_is_touched(rig: Rig, calls: list[str]) -> None:
+    rig.replicas[1].damage("weight")
+    await receive(rig)
+    status, reply = await rig.post("/finish_weight_update", {})
+    assert (status, "different bytes" in reply["error"]["message"]) == (424, True)
+    assert (await rig.states(), calls) == (BOTH_SERVE, [])
+
+
 @pytest.fixture
 async def refusing(start_rig: StartRig) -> Rig:
     """A rig whose second replica computes with garbage after its first update."""

@@ -1,4 +1,8 @@
-"""The scribe of a worker: writes the tensors of an update to the store, beside their load."""
+"""The tee of a vLLM worker: digests the tensors of an update, and as scribe copies them to the store.
+
+The tee wraps the model's `load_weights`, so it sees the tensors of any receiver, gloo or NCCL, and gives them the
+checkpoint's names.
+"""
 
 import contextlib
 import logging
@@ -6,30 +10,96 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engines.checkpoint.names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft
 from engines.store.shard_writer import ShardWriter
-from engines.transfer.gpu_files import WRITERS, write_any_file
+from engines.transfer.gpu_files import WRITERS, pin_memory, write_any_file
 from engines.transfer.packing import NamedTensor
-from engines.transfer.tensor_bytes import where_it_is
+from engines.transfer.tensor_bytes import digest_on_host, runs, sum_on_device, where_it_is
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
-_Chunk = tuple[deque[NamedTensor], Any]
+Load = Callable[[Iterable[NamedTensor]], Any]
+
+_Digested = tuple[str, torch.Tensor, str]
+"""Name, tensor and the store's digest; "" for tensors on a GPU."""
+_Chunk = tuple[deque[_Digested], Any]
 """Tensors of an update on their GPU, or their copies in host memory, and the event of their completion, if any."""
 
+_MASK = (1 << 64) - 1
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
 _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 """Memory of a device that is kept free for the engine while tensors wait there."""
+
+
+class WeightTee:
+    """One update in one worker, from its start to its end."""
+
+    def __init__(
+        self,
+        model: Any,
+        scribe: "Scribe | None" = None,
+        load: Load | None = None,
+        names: CheckpointNames | None = None,
+    ) -> None:
+        """`load` replaces the model's `load_weights`. Tensors get the checkpoint's `names` first."""
+        self._incoming = Incoming(names or CheckpointNames())
+        self._model = model
+        self._scribe = scribe
+        self._digests: list[_Digests] = []  # of each chunk
+        self._is_blind = False
+        self._load: Load = load or model.load_weights
+        model.load_weights = self._load_and_see
+
+    def load_by(self, load: Load) -> None:
+        """Hand tensors to `load` from now on."""
+        self._load = load
+
+    def remove(self) -> None:
+        """Restore the model's `load_weights`."""
+        if self._model.__dict__.get("load_weights") == self._load_and_see:
+            del self._model.load_weights
+
+    def close(self) -> dict[str, str]:
+        """End the tee; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
+        self.remove()
+        if self._scribe is not None:
+            self._scribe.close()
+        return {name: digest for chunk in self._digests for name, digest in chunk.all().items()}
+
+    def drop(self) -> None:
+        """End without a result; discard the draft."""
+        self.remove()
+        if self._scribe is not None:
+            self._scribe.give_up("the update was aborted")
+
+    def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
+        tensors = self._incoming.converted(weights)
+        try:
+            if not self._is_blind:
+                self._digests.append(_Digests(tensors))
+        except Exception as error:  # such as no GPU memory: the update goes on
+            log.exception("this update has no digests")
+            self._is_blind = True
+            self._digests.clear()
+            if self._scribe is not None:
+                self._scribe.give_up(f"the worker could not digest the received tensors: {error}")
+        if self._scribe is None or self._is_blind:
+            return self._load(tensors)
+        # The copy to the host runs beside the load; reuse of the receiver's buffer waits for it.
+        known = self._digests[-1].on_host
+        with self._scribe.copying([(name, tensor, known.get(name, "")) for name, tensor in tensors]):
+            return self._load(tensors)
 
 
 class Scribe:
@@ -57,7 +127,7 @@ class Scribe:
         self._thread.start()
 
     @contextlib.contextmanager
-    def copying(self, tensors: Sequence[NamedTensor]) -> Iterator[None]:
+    def copying(self, tensors: Sequence[_Digested]) -> Iterator[None]:
         """Start copies; at the block's end they are safe from the receiver's next chunk."""
         self._leaves_by = None
         try:
@@ -118,7 +188,7 @@ class Scribe:
         self._left_on_device -= num_bytes
         return True
 
-    def put(self, tensors: Iterable[NamedTensor], done: Any = None) -> None:
+    def put(self, tensors: Iterable[_Digested], done: Any = None) -> None:
         """Queue tensors, complete after event `done`, for writing; each is freed when its file is written."""
         if not self._given_up:  # the writer has ended, and they may be as large as the model
             self._waiting.put((deque(tensors), done))
@@ -128,9 +198,9 @@ class Scribe:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def _begin_copies(self, tensors: Sequence[NamedTensor]) -> None:
-        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-        device = next((tensor.device for _, tensor in tensors if tensor.is_cuda), None)
+    def _begin_copies(self, tensors: Sequence[_Digested]) -> None:
+        num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
+        device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
         if device is not None and self.keeps(num_bytes, device):
             # Without a copy: receivers allocate new memory for each chunk.
             done = torch.cuda.Event()
@@ -138,17 +208,17 @@ class Scribe:
             self.put(tensors, done)
         elif self.has_room(num_bytes):
             if device is None:
-                self.put((name, tensor.clone()) for name, tensor in tensors)
+                self.put((name, t.clone(), digest) for name, t, digest in tensors)
             else:
                 self._copy_to_host(tensors, device)
 
-    def _copy_to_host(self, tensors: Sequence[NamedTensor], device: torch.device) -> None:
+    def _copy_to_host(self, tensors: Sequence[_Digested], device: torch.device) -> None:
         self._leaves_by = stream = self.stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             pinned = [
-                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True))
-                for name, t in tensors
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
+                for name, t, digest in tensors
             ]
             done = torch.cuda.Event()
             done.record(stream)
@@ -171,9 +241,9 @@ class Scribe:
             if done is not None:
                 done.synchronize()  # once for all: each call waits for the engine's own Python, and holds it up
             while tensors and not self._given_up:
-                name, tensor = tensors.popleft()
+                name, tensor, digest = tensors.popleft()
                 written = None if tensor.is_cuda else partial(self._let_go, tensor.nbytes)
-                writer.add(where_it_is(name, tensor), written)
+                writer.add(where_it_is(name, tensor, digest), written)
         if self._given_up:
             return
         writer.finish()
@@ -189,6 +259,32 @@ class Scribe:
         with self._room:
             self._bytes -= num_bytes
             self._room.notify_all()
+
+
+@cache
+def prepare(device: torch.device) -> None:
+    """Pin memory ahead of updates."""
+    if device.type == "cuda":
+        try:
+            pin_memory()
+        except RuntimeError:  # updates then have no copy, and log it
+            log.exception("no host memory can be pinned")
+
+
+class _Digests:
+    """Digests of one chunk's tensors: of each on the host; on a GPU, where they may still run, of each run of
+    neighbours, under the name of its first."""
+
+    def __init__(self, tensors: Sequence[NamedTensor]) -> None:
+        self.on_host = {name: digest_on_host(tensor) for name, tensor in tensors if not tensor.is_cuda}
+        there = runs((name, tensor.contiguous()) for name, tensor in tensors if tensor.is_cuda)
+        self._sums = {name: sum_on_device(content) for name, content in there}
+
+    def all(self) -> dict[str, str]:
+        """Return all digests, after a wait for the GPU."""
+        if self._sums:
+            torch.cuda.synchronize(next(iter(self._sums.values())).device)  # they run on the receiver's streams
+        return self.on_host | {name: f"xor64:{int(total) & _MASK:016x}" for name, total in self._sums.items()}
 
 
 def room_on(device: torch.device) -> int:

@@ -1,8 +1,8 @@
-"""Receipts: an update is copied into a draft on its way into a model."""
+"""The tee: an update is digested on its way into a model, and copied into a draft."""
 
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,9 @@ from engines.store import shard_writer
 from engines.store.draft import Draft, is_whole
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
-from engines.transfer import scribe
-from engines.transfer.receipts import Receipts
-from engines.transfer.scribe import Scribe
+from engines.transfer import tee as weight_tee
+from engines.transfer.tee import Scribe, WeightTee
+from engines.transfer.tensor_bytes import digest_on_host
 
 SOON_S = 30.0
 A_MOMENT_S = 0.2
@@ -36,52 +36,57 @@ class PlayedModel(torch.nn.Module):
         return set(arrived)
 
 
-def opened(store: WeightStore, model: PlayedModel, wait_s: float = 5.0) -> Receipts:
-    receipts = Receipts()
-    receipts.open(model, copy=ReceiptCopy(draft=str(store.draft()), model="m", base="", names=(), wait_s=wait_s))
-    return receipts
+def scribe(store: WeightStore, names: Sequence[str] = (), base: Path | None = None, wait_s: float = 5.0) -> Scribe:
+    copy = ReceiptCopy(draft=str(store.draft()), model="m", base=str(base or ""), names=tuple(names), wait_s=wait_s)
+    return Scribe(copy)
 
 
 def tensors() -> dict[str, torch.Tensor]:
     return {"w": torch.randn(5, 3, dtype=torch.bfloat16), "b": torch.randn(7), "odd": torch.ones(3, dtype=torch.uint8)}
 
 
-def test_the_model_loads_what_it_did_before() -> None:
-    model, sent, receipts = PlayedModel(), tensors(), Receipts()
-    receipts.open(model)
+def test_the_model_loads_what_it_did_before_and_the_tee_tells_digests() -> None:
+    model, sent = PlayedModel(), tensors()
+    tee = WeightTee(model)
     assert model.load_weights(iter(sent.items())) == set(sent)
-    receipts.close()
+    assert tee.close() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
     assert all(torch.equal(model.loaded[name], tensor) for name, tensor in sent.items())
     assert "load_weights" not in vars(model)
 
 
-def test_what_was_received_is_written_chunk_by_chunk(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scribe_writes_what_was_received_chunk_by_chunk(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shard_writer, "SHARD_BYTES", 30)
-    model, sent = PlayedModel(), tensors()
-    receipts = opened(store, model)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
     chunk = {name: tensor.clone() for name, tensor in sent.items()}
     for name, tensor in chunk.items():
         model.load_weights([(name, tensor)])
         tensor.zero_()  # the receiver uses its buffer again
-    receipts.close()
-    receipts.kept()
+    digests = tee.close()
+    writer.keep()
+    assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     assert is_whole(draft)
-    assert len({one.file for one in check_bytes(draft).tensors.values()}) == 2
+    manifest = check_bytes(draft)
+    assert {name: one.digest for name, one in manifest.tensors.items()} == digests
+    assert len({one.file for one in manifest.tensors.values()}) == 2
     found = {name: tensor for file in draft.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
 
 
 def test_a_copy_waits_until_it_is_kept(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scribe, "has_room", lambda *_: True)  # as on a GPU, where nothing waits for the disk
-    model = PlayedModel()
-    receipts = opened(store, model)
+    model, writer = PlayedModel(), scribe(store)
+    tee = WeightTee(model, writer)
     model.load_weights(iter(tensors().items()))
-    receipts.close()
-    time.sleep(A_MOMENT_S)
+    tee.close()
+    assert not writer.join(A_MOMENT_S)
     (draft,) = store.folder.glob("draft-*")
     assert not list(draft.glob("*.safetensors*"))
-    receipts.kept()
+    writer.keep()
+    assert writer.join(SOON_S)
     assert is_whole(draft)
 
 
@@ -89,16 +94,18 @@ def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_writer, "SHARD_BYTES", 1)
-    monkeypatch.setattr(scribe, "_BUDGET_BYTES", 40)
+    monkeypatch.setattr(weight_tee, "_BUDGET_BYTES", 40)
     gate = threading.Event()
     monkeypatch.setattr(Draft, "add", lambda *_: gate.wait(SOON_S))
-    model, sent = PlayedModel(), tensors()
-    receipts = opened(store, model, wait_s=0.2)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store, wait_s=0.2)
+    tee = WeightTee(model, writer)
     for _ in range(3):
         model.load_weights(list(sent.items()))
-    receipts.close()
+    digests = tee.close()
     gate.set()
-    receipts.kept()
+    assert digests.keys() == sent.keys()
+    writer.keep()
+    assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     with pytest.raises(StoreFailed, match=r"too slow \(weights\.store_wait_s\)"):
         is_whole(draft)
@@ -108,7 +115,7 @@ def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
     ("place", "error", "said"),
     [
         ((Draft, "add"), StoreFailed("no space"), "no space"),
-        ((Scribe, "put"), torch.OutOfMemoryError("no memory"), "could not copy .*: no memory"),
+        ((weight_tee, "digest_on_host"), torch.OutOfMemoryError("no memory"), "could not digest .*: no memory"),
     ],
 )
 def test_a_full_disk_or_memory_costs_the_draft_and_not_the_update(
@@ -118,13 +125,14 @@ def test_a_full_disk_or_memory_costs_the_draft_and_not_the_update(
         raise error
 
     monkeypatch.setattr(*place, full)
-    model, sent = PlayedModel(), tensors()
-    receipts = opened(store, model)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
     for named in sent.items():
         model.load_weights([named])
-    receipts.close()
+    assert tee.close().keys() in (sent.keys(), set())
     assert model.loaded.keys() == sent.keys()
-    receipts.kept()
+    writer.keep()
+    assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     with pytest.raises(StoreFailed, match=said):
         is_whole(draft)

@@ -12,8 +12,8 @@ other, a quiet one first and last. Tokens are the engines' own counts. The updat
 generation stood still, and the time of each step.
 
 `--restores` are updates refused by the canary, and, of more than 2 GiB, updates that their trainer gives up half sent,
-all beside the load: their figures are the time for which they stopped generation, and the times from the refusal until
-all serve the version before, and to its first completion, which waits behind the load's prompts. TRL's client sends no
+all beside the load: their figures are the time for which they stopped generation, and that from the refusal to the
+first completion of the version before, which waits behind the load's prompts. TRL's client sends no
 log-probs, so the canary refuses NaN of it.
 """
 
@@ -64,13 +64,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A refused update. `seconds` from its end to the first completion, made by `version`, and `serving_s` until the
-    last replica served that version again; 0 where none was overwritten. `stopped_s` is the time for which the update
-    itself stopped generation."""
+    """A refused update. `seconds` from its end to the first completion, made by `version`. `stopped_s` is the time for
+    which the update itself stopped generation."""
 
     flaw: Flaw
     seconds: float
-    serving_s: float
     version: int
     staged: bool
     stopped_s: float
@@ -79,8 +77,7 @@ class Restore:
     def __str__(self) -> str:
         return (
             f"refused ({'staged, ' if self.staged else ''}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, "
-            f"and back at version {self.version} after {self.serving_s:.3f} s, with its first completion after "
-            f"{self.seconds:.3f} s"
+            f"and version {self.version} made its first completion after {self.seconds:.3f} s"
         )
 
 
@@ -203,8 +200,7 @@ class Bench:
         ended = datetime.fromisoformat(refused["started"]).timestamp() + float(refused["age_s"])
         served, version = next((at, version) for at, version in answers if at > ended)
         return Restore(
-            flaw, served - ended, refused["seconds"].get("undo", 0.0), version, staged=refused["staged"],
-            stopped_s=refused["stopped_s"], error=pushed.error,
+            flaw, served - ended, version, staged=refused["staged"], stopped_s=refused["stopped_s"], error=pushed.error,
         )  # fmt: skip
 
     async def _answered(self) -> tuple[float, int]:

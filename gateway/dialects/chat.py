@@ -5,20 +5,16 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
-from gateway.config.schema import GatewayConfig
 from gateway.dialects.conversation import Conversation, is_medium
-from gateway.dialects.own_fields import Terms, without_own_fields
-from gateway.dialects.part import DEFAULT_MAX_TOKENS
 from gateway.dialects.rendering import Rendering
 from gateway.dialects.resumption.chat import ChatContinuation
-from gateway.dialects.runner import Runner, using
+from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Runner, using
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_sampling
+from gateway.dialects.sampling import Terms, check_sampling
 from gateway.dialects.spans import UNSCORED
 from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 
 _CHARACTERS_PER_TOKEN = 4
@@ -29,10 +25,7 @@ _CHARACTERS_PER_MEDIUM = 4096
 class Chat:
     """Decodes a conversation and has replicas continue it."""
 
-    def __init__(
-        self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration, rendering: Rendering
-    ) -> None:
-        self._config = config
+    def __init__(self, fleet: Fleet, runner: Runner, tokens: TokenGeneration, rendering: Rendering) -> None:
         self._fleet = fleet
         self._runner = runner
         self._continuation = ChatContinuation(rendering, runner, tokens)
@@ -42,9 +35,9 @@ class Chat:
         n, messages = check_sampling(body), body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
-        return Terms.read(body, self._fleet, self._runner.lengths).rollout(
+        return Terms.take(body, self._fleet, self._runner.lengths).rollout(
             request_id,
-            _key(messages, session),
+            _text_of(messages, session),
             n=n,
             prompt_tokens=sum(map(_characters, messages)) // _CHARACTERS_PER_TOKEN,
             limit=_limit(body) or DEFAULT_MAX_TOKENS,
@@ -52,7 +45,7 @@ class Chat:
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
-        conversation = self._conversation(rollout, without_own_fields(body))
+        conversation = self._conversation(rollout, body)
         with using(rollout):
             answer = await self._continuation.worded(conversation, await self._generated(conversation))
             if answer is None:
@@ -79,7 +72,7 @@ class Chat:
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
         """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""
-        conversation, reply = self._conversation(rollout, without_own_fields(body)), Reply()
+        conversation, reply = self._conversation(rollout, body), Reply()
 
         def shown(chunk: Json) -> None:
             usage.add_chunk(0, chunk.get("usage"))
@@ -95,13 +88,7 @@ class Chat:
             show({**(reply.head or conversation.bare_head()), "choices": [], "usage": usage.total()})
 
     def _conversation(self, rollout: Rollout, body: Json) -> Conversation:
-        return Conversation(
-            config=self._config,
-            rollout=rollout,
-            body=body,
-            limit=_limit(body),
-            inexact_of=self._continuation.inexact,
-        )
+        return Conversation(rollout=rollout, body=body, limit=_limit(body), inexact_of=self._continuation.inexact)
 
 
 def _characters(message: Any) -> int:
@@ -111,10 +98,10 @@ def _characters(message: Any) -> int:
     return sum(_CHARACTERS_PER_MEDIUM if is_medium(part) else len(str(part)) for part in content)
 
 
-def _key(messages: list[Any], session: str) -> int:
-    """The key of a conversation's lengths; none for a turn, which does not come again, and for parts such as images."""
+def _text_of(messages: list[Any], session: str) -> str:
+    """The text by which lengths are known; "" for a turn, which does not come again, and for parts such as images."""
     is_plain = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
-    return prompt_key(str(messages)) if is_plain and not session else 0
+    return str(messages) if is_plain and not session else ""
 
 
 def _limit(body: Json) -> int | None:

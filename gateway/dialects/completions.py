@@ -10,20 +10,21 @@ from typing import Any
 import orjson
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import EngineRefused, InvalidRequest
 from engines.raw_json import encoded
-from gateway.config.schema import GatewayConfig
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
-from gateway.dialects.runner import Runner
+from gateway.dialects.resumption.features import rest_sampling, whole_characters
+from gateway.dialects.runner import Ask, Runner
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import MAX_PROMPTS, check_sampling
+from gateway.dialects.sampling import MAX_PROMPTS, Terms, check_room, check_sampling, common_room
 from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import End
-from gateway.fleet.placement.lengths import prompt_key
+from gateway.fleet.replica import Replica
 
+PATH = "/v1/completions"
+
+_ASK_TIMEOUT_S = 60.0
 _CHARACTERS_PER_TOKEN = 4
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
@@ -48,11 +49,43 @@ class Written:
         return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[:-1], b"}]}"]
 
 
+@dataclass(kw_only=True)
+class CompletionPrompt(Ask):
+    """One prompt of a request: its place there, and the body that asks one replica for its completions."""
+
+    request_id: str
+    index: int
+
+    async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
+        """With token ids if that changes nothing else: a span counts tokens. Beside them vLLM leaves out an `echo`."""
+        body = {**self.body, "return_token_ids": bool(self.body.get("return_token_ids") or not self.body.get("echo"))}
+        if (before := self.before) is not None:
+            made = before.token_ids
+            if before.text and not streams:  # an engine without a tokenizer reports no text and cannot detokenise
+                made = await whole_characters(made, partial(_detokenized, replica, self.body.get("model")))
+                before.num_read = len(made)
+            body = rest_sampling(body | {"max_tokens": self.limit, "return_token_ids": True}, made, before.index)
+            body |= {"prompt": [*(self.read or ()), *made]} if made else {}
+        return PATH, body
+
+    def named(self, error: EngineRefused) -> EngineRefused:
+        if isinstance(inner := error.body.get("error"), dict):
+            message = f"prompt[{self.index}]: {inner.get('message', '')}"
+            error.body = {**error.body, "error": {**inner, "message": message}}
+        return error
+
+    def bare(self) -> Json:
+        return {"text": "", "logprobs": None, "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": self.read}
+
+    def bare_head(self) -> Json:
+        head = {"id": f"cmpl-{self.request_id}", "object": "text_completion", "created": int(time.time())}
+        return head | {"model": self.body.get("model") or self.rollout.model}
+
+
 class Completions:
     """Decodes requests, runs their prompts, joins the replies."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, runner: Runner) -> None:
-        self._config = config
+    def __init__(self, fleet: Fleet, runner: Runner) -> None:
         self._fleet = fleet
         self._runner = runner
 
@@ -63,37 +96,25 @@ class Completions:
         Prompts are numbered from `first`.
         """
         n, values = check_sampling(body), _prompt_list(body)
-        terms = Terms.read(body, self._fleet, self._runner.lengths)
-        max_len = common_room(self._fleet, terms.model)
+        terms = Terms.take(body, self._fleet, self._runner.lengths)
+        room = common_room(self._fleet, terms.model)
         # As in vLLM, null is the default, and `max_completion_tokens` is of conversations.
         limit = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
-        limit = min(limit, max_len or limit)
-        rest = without_own_fields(body)
-        for own in ("prompt", "stream"):
-            rest.pop(own, None)
+        limit = min(limit, room or limit)
         prompts = []
         for index, value in enumerate(values, first):
             rollout = terms.rollout(
                 f"{request_id}-{index}",
-                prompt_key(value),
+                value,
                 n=n,
-                prompt_tokens=_checked_length(index, value, max_len, body.get("truncate_prompt_tokens")),
+                prompt_tokens=_checked_length(index, value, room, body.get("truncate_prompt_tokens")),
                 limit=limit,
                 request=request_id,
                 session=session if len(values) == 1 else "",
             )
-            prompts.append(
-                CompletionPrompt(
-                    config=self._config,
-                    request_id=request_id,
-                    index=index,
-                    rollout=rollout,
-                    body={**rest, "prompt": value},
-                    limit=limit,
-                    room=max_len,
-                    read=value if isinstance(value, list) else None,
-                )
-            )
+            read = value if isinstance(value, list) else None
+            asked: Json = {"request_id": request_id, "index": index, "limit": limit, "room": room, "read": read}
+            prompts.append(CompletionPrompt(rollout=rollout, body={**body, "prompt": value}, **asked))
         return prompts
 
     async def generate(self, prompts: Sequence[CompletionPrompt]) -> Json:
@@ -104,27 +125,24 @@ class Completions:
     async def written(self, prompts: Sequence[CompletionPrompt], replies: Mapping[int, Reply] = _NEW) -> Written:
         """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
         began = time.monotonic()
-        turns = longest_first(prompts)
-        made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
-        parts = {prompt.index: part for prompt, part in zip(turns, made, strict=True)}
-        (first, *others), usage = [parts[prompt.index] for prompt in prompts], Usage()
-        for index, part in parts.items():
-            usage.add_chunk(index, part.head["usage"])
-        for part in others:
-            first.choices += part.choices
-            first.ends += part.ends
-            first.seconds += part.seconds
-        first.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
-        return first
+        if len(prompts) == 1:
+            written = await self._write(prompts[0], began, replies.get(prompts[0].index))
+        else:
+            turns = longest_first(prompts)
+            made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
+            written = _joined({prompt.index: part for prompt, part in zip(turns, made, strict=True)})
+        written.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time())}
+        return written
 
     async def _write(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
-        ends: list[End] = [(sample.reason, sample.spans) for sample in reply.samples]
-        written = Written(prompt.head(reply), [], ends, [time.monotonic() - began])
-        bare, first, shows_ids = prompt.bare(), prompt.first, bool(prompt.body.get("return_token_ids"))
+        written = Written(prompt.head(reply), [], [], [time.monotonic() - began])
+        bare, first = prompt.bare(), prompt.index * prompt.rollout.n
+        shows_ids = bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
+            written.ends.append((sample.reason, sample.spans))
             written.choices += sample.written(bare, first + sample.index, shows_ids=shows_ids)
         self._runner.count_missing(reply.num_unscored)
         return written
@@ -148,6 +166,20 @@ class Completions:
             usage.add_chunk(prompt.index, reply.usage)
         if wants_usage(turns[0][0].body):
             show({**last, "choices": [], "usage": usage.total()})
+
+
+def _joined(parts: Mapping[int, Written]) -> Written:
+    """The replies of several prompts, by their places, as one."""
+    whole, usage = Written({}, [], [], []), Usage()
+    for index in sorted(parts):
+        part = parts[index]
+        usage.add_chunk(index, part.head["usage"])
+        whole.head = whole.head or part.head
+        whole.choices += part.choices
+        whole.ends += part.ends
+        whole.seconds += part.seconds
+    whole.head["usage"] = usage.total()
+    return whole
 
 
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
@@ -191,8 +223,13 @@ def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> i
 def _as_asked(choices: Iterable[Json], prompt: CompletionPrompt) -> None:
     """Make choices those that the client knows: numbered, and without the token ids, which are always needed here, that
     it did not ask for."""
-    first, shows_ids = prompt.first, prompt.body.get("return_token_ids")
+    first, shows_ids = prompt.index * prompt.rollout.n, prompt.body.get("return_token_ids")
     for choice in choices:
         choice["index"] += first
         if not shows_ids:
             choice |= {"token_ids": None, "prompt_token_ids": None}
+
+
+async def _detokenized(replica: Replica, model: str | None, token_ids: list[int]) -> str:
+    asked: dict[str, Any] = {"tokens": token_ids} | ({} if model is None else {"model": model})  # SGLang refuses null
+    return str((await replica.engine.ask("POST", "/detokenize", asked, _ASK_TIMEOUT_S))["prompt"])

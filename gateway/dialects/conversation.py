@@ -4,14 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from engines.engine import Json
 from engines.types import Dialect
-from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
+from gateway.dialects.runner import Ask
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import versioned_salt
 from gateway.fleet.replica import Replica
 
 PATH = "/v1/chat/completions"
@@ -29,6 +27,9 @@ class Conversation(Ask):
     inexact_of: Callable[[Json], tuple[str, ...] | None]
     reads_whole_reply: bool = False
 
+    # vLLM's parsers hold text back, and release it at the end of a stream, also where that is a cut.
+    streams_continue: ClassVar[bool] = False
+
     @cached_property
     def inexact(self) -> tuple[str, ...] | None:
         return self.inexact_of(self.body)
@@ -42,17 +43,13 @@ class Conversation(Ask):
         return (
             self.reads_whole_reply
             or replica.info.dialect is not Dialect.VLLM  # SGLang tells no token ids in the stream of a conversation
-            or not is_read_in_chunks(self.body, self.limit or DEFAULT_MAX_TOKENS, self.rollout, replica.info)
+            or super().reads_whole(replica)
             or not (self.resumes and self._streams_ids)
         )
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         ids = {} if streams and not self._streams_ids else {"return_token_ids": True}
-        return PATH, {**self.body, "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter), **ids}
-
-    def continues(self, *, streams: bool) -> bool:
-        """False for a stream: vLLM's parsers hold text back, and release it at its end, also where that is a cut."""
-        return self.resumes and not streams
+        return PATH, {**self.body, **ids}
 
     def told(self, reply: Reply) -> Json:
         return super().told(reply) | {"prompt_token_ids": reply.prompt}
@@ -64,7 +61,7 @@ class Conversation(Ask):
         head = {"id": f"chatcmpl-{self.rollout.request_id}", "object": "chat.completion.chunk"}
         return head | {"created": int(time.time()), "model": self.body.get("model") or self.rollout.model}
 
-    def shows(self, choice: Json, *, is_cut: bool) -> bool:
+    def shows(self, choice: Json) -> bool:
         """True if a choice has something for the client: vLLM sends ids also of text that its parsers hold back."""
         fields = ("delta", "finish_reason", "logprobs") + (("token_ids",) if self.body.get("return_token_ids") else ())
         return any(choice.get(field) for field in fields)

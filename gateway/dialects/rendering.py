@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, UnknownModel
-from gateway.dialects.own_fields import common_room
+from gateway.dialects.sampling import common_room
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.any_replica import AnyReplica

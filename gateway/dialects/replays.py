@@ -21,8 +21,7 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from engines.raw_json import NO_JSON
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions, Written
+from gateway.dialects.completions import CompletionPrompt, Completions, Written
 from gateway.dialects.sample import ABORT
 from gateway.dialects.submissions.frames import BatchHead, Growth, Prompt, Restart, Step, read_step
 from gateway.dialects.submissions.group_record import GroupRecord

@@ -16,20 +16,14 @@ from engines.chunks import Chunk
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute, shown
 from engines.raw_json import encoded
-from gateway.config.schema import GatewayConfig
-from gateway.dialects import completion_prompt
-from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
-from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
-from gateway.dialects.resumption.features import inexact_fields
-from gateway.dialects.resumption.tokens import rest_sampling
-from gateway.dialects.runner import Runner
+from gateway.dialects import completions
+from gateway.dialects.resumption.features import rest_sampling
+from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask, Runner
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers, versioned_salt
+from gateway.dialects.sampling import Terms, check_id, check_room, check_sampling, common_room, normalise_numbers
 from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.sessions import name_of_client
 from gateway.fleet.replica import Replica
@@ -50,8 +44,7 @@ _ABORT_TIMEOUT_S = 10.0
 class TokenGeneration:
     """Decodes a prompt of token ids and has replicas complete it."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, runner: Runner) -> None:
-        self._config = config
+    def __init__(self, fleet: Fleet, runner: Runner) -> None:
         self._fleet = fleet
         self._runner = runner
         self._ids: dict[str, list[str]] = {}
@@ -71,13 +64,13 @@ class TokenGeneration:
         normalise_numbers(sampling)
         asked = {"stream": body.get("stream"), "stream_options": body.get("stream_options")}
         n = check_sampling(sampling | asked)
-        terms = Terms.read(body, self._fleet, self._runner.lengths)
+        terms = Terms.take(body, self._fleet, self._runner.lengths)
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, terms.model))
         given = body.get("request_id")
         body["request_id"] = request_id if given is None else check_id(given, "request_id")
         return terms.rollout(
             name_of_client(client, body["request_id"]),  # engines abort by it
-            prompt_key(body["token_ids"]),
+            body["token_ids"],
             n=n,
             prompt_tokens=length,
             limit=sampling.get("max_tokens") or DEFAULT_MAX_TOKENS,
@@ -88,25 +81,26 @@ class TokenGeneration:
     def prompt(self, rollout: Rollout, body: Json) -> "TokenPrompt":
         """A decoded body as what engines are asked."""
         return TokenPrompt(
-            config=self._config,
             rollout=rollout,
-            body=without_own_fields(body),
+            body=body,
             limit=body["sampling_params"].get("max_tokens"),
             room=common_room(self._fleet, rollout.model),
             read=body["token_ids"],
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
+        reply = Reply(body["token_ids"])
+        prompt = await self.make(rollout, body, reply)
+        self._runner.count_missing(reply.num_unscored)
+        ids = body["token_ids"] if body.get("return_token_ids") else None
+        return _as_asked({"prompt_logprobs": None} | prompt.told(reply) | {"prompt_token_ids": ids}, prompt)
+
+    async def make(self, rollout: Rollout, body: Json, reply: Reply) -> "TokenPrompt":
+        """Have replicas make all samples of a reply to their ends; return what they were asked."""
         prompt = self.prompt(rollout, body)
         with self._running_under(rollout):
-            reply = await self._runner.generate(prompt)
-        ids = body["token_ids"] if body.get("return_token_ids") else None
-        return _as_asked({"prompt_logprobs": None} | reply | {"prompt_token_ids": ids}, prompt)
-
-    async def make(self, rollout: Rollout, body: Json, reply: Reply) -> None:
-        """Have replicas make all samples of a reply to their ends."""
-        with self._running_under(rollout):
-            await self._runner.run(self.prompt(rollout, body), reply)
+            await self._runner.run(prompt, reply)
+        return prompt
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
         """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""
@@ -167,16 +161,20 @@ class TokenGeneration:
 class TokenPrompt(Ask):
     """One prompt of token ids as its body asks for it."""
 
+    @property
+    def sampling(self) -> Json:
+        sampling: Json = self.body["sampling_params"]
+        return sampling
+
     @cached_property
     def inexact(self) -> tuple[str, ...] | None:
         """None with media, which one engine may have cached, and with text output: its text could not be joined as if
         it were made at once."""
         is_plain = (self.body.get("output_mode") or "tokens") == "tokens" and not _media_of(self.body)
-        return inexact_fields(self.body["sampling_params"]) if is_plain else None
+        return super().inexact if is_plain else None
 
     def reads_whole(self, replica: Replica) -> bool:
-        limit = self.limit or DEFAULT_MAX_TOKENS
-        return not (self.resumes and is_read_in_chunks(self.body["sampling_params"], limit, self.rollout, replica.info))
+        return super().reads_whole(replica) or not self.resumes
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         if (field := _media_of(self.body)) and not _serves(replica):
@@ -186,15 +184,12 @@ class TokenPrompt(Ask):
                 "/v1/chat/completions",
                 param=field,
             )
-        body = self.body | {
-            "request_id": self.rollout.request_id,
-            "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter),
-        }
+        body = self.body | {"request_id": self.rollout.request_id}
         if (before := self.before) is not None:
             sampling = rest_sampling(body["sampling_params"], before.token_ids, before.index)
-            read = [*self.prompt, *before.token_ids]
+            read = [*(self.read or ()), *before.token_ids]
             body |= {"token_ids": read, "sampling_params": sampling, "return_token_ids": None}
-        return (PATH, body) if _serves(replica) else (completion_prompt.PATH, completion_body(body, replica.info))
+        return (PATH, body) if _serves(replica) else (completions.PATH, completion_body(body, replica.info))
 
     def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
         if _serves(replica):

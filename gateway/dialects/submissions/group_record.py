@@ -10,8 +10,8 @@ from engines.chunks import Choice
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, opened
 from engines.reading.joining import joined
-from gateway.dialects.part import Ask
 from gateway.dialects.resumption.features import MARK
+from gateway.dialects.runner import Ask
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.spans import UNSCORED
 from gateway.dialects.submissions.frames import Growth, Prompt, Restart, Step

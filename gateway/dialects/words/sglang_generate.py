@@ -10,8 +10,7 @@ from typing import Any
 
 from engines.engine import Json
 from engines.raw_json import decoded, opened
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
+from gateway.dialects.completions import CompletionPrompt, Completions
 from gateway.dialects.sample import Sample
 from gateway.dialects.streams import Show, Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, read_asked

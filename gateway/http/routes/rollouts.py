@@ -12,8 +12,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError
 from gateway.api import error_body
 from gateway.dialects.chat import Chat
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions, Written
+from gateway.dialects.completions import CompletionPrompt, Completions, Written
 from gateway.dialects.replays import Replays, identity_of
 from gateway.dialects.streams import Show, Usage
 from gateway.dialects.token_generation import TokenGeneration

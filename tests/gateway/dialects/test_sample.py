@@ -17,7 +17,7 @@ from engines.chunks import Chunk
 from engines.engine import Json
 from engines.raw_json import NO_JSON, encoded, opened
 from engines.reading.joining import Joining
-from gateway.dialects.completion_prompt import is_read_in_chunks
+from gateway.dialects.completions import CompletionPrompt
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Flight, Replica
@@ -317,19 +317,21 @@ def test_a_part_has_the_spans_that_its_engine_reported_with_the_first_token_of_e
     assert sample.spans == [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 6}]
 
 
-def rollout(n: int, *, goes_on: bool = False) -> Rollout:
-    return Rollout(request_id="a", model="sim", n=n, tokens=1, goes_on=goes_on)
-
-
-@pytest.mark.parametrize(("field", "value"), [("prompt_logprobs", 0), ("echo", True), ("use_beam_search", True)])
-async def test_what_cannot_be_streamed_is_read_whole(rig: Rig, field: str, value: object) -> None:
-    info = rig.replicas[0].info
-    assert is_read_in_chunks({"prompt": [5], field: None}, 16, rollout(2), info)
-    assert not is_read_in_chunks({"prompt": [5], field: value}, 16, rollout(2), info)
-
-
-async def test_a_short_sample_alone_is_read_whole_and_a_long_one_in_chunks(rig: Rig) -> None:
-    info = rig.replicas[0].info
-    assert not is_read_in_chunks({"prompt": [5]}, 64, rollout(1), info)
-    assert is_read_in_chunks({"prompt": [5]}, 65, rollout(1), info)
-    assert is_read_in_chunks({"prompt": [5]}, 9, rollout(1, goes_on=True), info)  # where engines die in a row
+@pytest.mark.parametrize(
+    ("n", "limit", "goes_on", "fields", "is_whole"),
+    [
+        (1, 64, False, {}, True),
+        (1, 65, False, {}, False),
+        (2, 16, False, {}, False),
+        (1, 9, True, {}, False),  # where engines die in a row
+        (2, 16, False, {"prompt_logprobs": 0}, True),
+        (2, 16, False, {"echo": True, "prompt_logprobs": None}, True),
+        (2, 16, False, {"use_beam_search": True}, True),
+    ],
+)
+async def test_short_samples_and_what_cannot_be_streamed_are_read_whole(
+    rig: Rig, n: int, limit: int, goes_on: bool, fields: Json, is_whole: bool
+) -> None:
+    rollout = Rollout(request_id="a", model="sim", n=n, tokens=1, goes_on=goes_on)
+    prompt = CompletionPrompt(request_id="a", index=0, rollout=rollout, body={"prompt": [5]} | fields, limit=limit)
+    assert prompt.reads_whole(cast(Replica, rig.replicas[0])) == is_whole

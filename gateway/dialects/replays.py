@@ -163,9 +163,10 @@ class Replays:
             "orphaned_batches": len(self._orphans),
         }
 
-    def has_identity(self, prompts: Sequence[CompletionPrompt]) -> bool:
-        """True for a batch; a single sample is cheap to make again."""
-        return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
+    @property
+    def are_on(self) -> bool:
+        """True where a batch waits for its replay."""
+        return self._grace_s > 0
 
     async def reply(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt], send: Send[T]) -> T:
         """Have `send` deliver the reply to a batch with the body `content`. It awaits its second argument before the

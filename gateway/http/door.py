@@ -1,5 +1,4 @@
-"""The gateway's own port: deadlines for a connection's first request and for a client that does not read, and JSON for
-a head that cannot be read."""
+"""The gateway's own port: a deadline for a client that does not read, and JSON for a head that cannot be read."""
 
 import asyncio
 import contextlib
@@ -16,9 +15,6 @@ from gateway.http.json_body import reply
 
 log = structlog.get_logger()
 
-_HEAD_TIMEOUT_S = 30.0
-# A timer so late shows that this process stood still, and may not have read heads that have arrived.
-_OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
 WRITE_TIMEOUT_S = 60.0
 _MOST_FILES, _FEW_FILES = 1 << 20, 16_384
@@ -51,23 +47,16 @@ class Door(web.BaseSite):
 
 
 class Connection(RequestHandler):
-    """One client's connection. It is closed where the first head is late (a later one has the time of an idle
-    connection), and where the client reads nothing for `WRITE_TIMEOUT_S` of a reply that fills the buffer."""
+    """One client's connection. It is closed where the client reads nothing for `WRITE_TIMEOUT_S` of a reply that fills
+    the buffer."""
 
-    __slots__ = ("_head_deadline", "_read_deadline")
+    __slots__ = ("_read_deadline",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._read_deadline: asyncio.TimerHandle | None = None
-        self._head_deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._await_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
         self._has_read()
         super().connection_lost(exc)
 
@@ -97,18 +86,6 @@ class Connection(RequestHandler):
         response = reply(error_body(f"the request cannot be read: {message or exc}", status), status)
         response.force_close()
         return response
-
-    def _await_head(self) -> None:
-        due = asyncio.get_running_loop().time() + _HEAD_TIMEOUT_S
-        self._head_deadline = asyncio.get_running_loop().call_at(due, self._head_is_late, due)
-
-    def _head_is_late(self, due: float) -> None:
-        if self._request_count:
-            return
-        if asyncio.get_running_loop().time() - due > _OWN_DELAY_S:
-            self._await_head()
-        else:
-            self.force_close()
 
     def _await_reader(self) -> None:
         assert self.transport is not None

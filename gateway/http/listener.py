@@ -15,15 +15,18 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from engines.clients.connect import connect
+from engines.clients.external import external_engine
+from engines.engine import Engine
 from engines.errors import ConfigError
+from engines.reading.link import Link
 from engines.store.weight_store import is_kept
-from engines.types import ReplicaInfo
+from engines.types import EngineKind, ReplicaInfo
 from gateway.config.addresses import url_of
 from gateway.config.schema import Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.door import Door, raise_limit
-from gateway.http.engine_client import engine_client
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import AUTO, in_memory
 
@@ -144,3 +147,16 @@ async def _store_is_free(config: Config) -> None:
                 f"store: set another `name` than {config.name!r}, or another folder in weights.store"
             )
         await asyncio.sleep(0.1)
+
+
+def engine_client(config: Config, info: ReplicaInfo) -> Engine:
+    """Return the client of a replica's engine, with the way to the reader beside it. A replica reports only its
+    forwarder's key; those of external servers are configured."""
+    if info.kind is EngineKind.EXTERNAL:
+        group = config.groups.get(info.group)
+        key = group.api_key if group else None
+        engine: Engine = external_engine(info, key.get_secret_value() if key else "")
+    else:
+        engine = connect(info.kind, info.replica_id, info.url, info.key, has_tee=info.has_tee)
+    engine.beside = Link(info.replica_id, info.reader, info.reader_key)
+    return engine

@@ -25,9 +25,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.http.access import Access, Routes
+from gateway.http.access import Access, OwnRequests, Routes
 from gateway.http.middleware import Measurement, note_begin
-from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.agents import AgentRoutes
 from gateway.http.routes.fleet import FleetRoutes

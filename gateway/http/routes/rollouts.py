@@ -19,11 +19,9 @@ from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access, Handler, has_session_key
-from gateway.http.json_body import as_object, read_content, read_object, reply
+from gateway.http.access import CLIENT, Access, Handler, OwnRequests, has_session_key
+from gateway.http.json_body import BeforeEnd, as_object, read_content, read_object, reply, send_events, send_pieces
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
-from gateway.http.own_requests import OwnRequests
-from gateway.http.replies import BeforeEnd, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -59,7 +57,8 @@ class RolloutRoutes:
         if body.get("stream"):
             model = prompts[0].rollout.model
             return await self._stream(request, model, partial(self.completions.stream, prompts))
-        if request[GIVEN_ID] or not self.replays.has_identity(prompts):
+        is_batch = len(prompts) > 1 or prompts[0].rollout.n > 1  # a single sample is cheap to make again
+        if request[GIVEN_ID] or not (is_batch and self.replays.are_on):
             return await self._send(request, prompts, await self.completions.written(prompts))
         identity = await identity_of(request.path, request[CLIENT], content)
         replying = self.replays.reply(identity, content, prompts, partial(self._send, request, prompts))
@@ -74,7 +73,8 @@ class RolloutRoutes:
         model = prompts[0].rollout.model
         self.measurement.count_tokens(model, written.head["usage"])
         self.deliveries.count_ends(model, written.ends)
-        self.deliveries.count_batch(model, written.seconds)
+        if len(prompts) > 1:
+            self.deliveries.count_batch(model, written.seconds)
         return response
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
-from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
+from engines.chunks import OFFSETS, Choice, Chunk, joined, offsets_of
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded, encoded, joined_lists, opened
-from engines.reading.joining import joined
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, stamps
 from gateway.fleet.adapters import Adapter

@@ -6,10 +6,9 @@ from array import array
 import orjson
 from msgspec import Raw
 
-from engines.chunks import Choice
+from engines.chunks import Choice, joined
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, opened
-from engines.reading.joining import joined
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.runner import Ask
 from gateway.dialects.sample import Reply, Sample

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from engines.chunks import Chunk
 from engines.engine import Json
 from engines.raw_json import NO_JSON, encoded, opened
-from engines.reading.joining import Joining
 from gateway.dialects.completions import CompletionPrompt
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
@@ -142,11 +141,8 @@ def of_version(version: int) -> Source:
 
 def made(reply: Reply, *events: bytes) -> list[Json]:
     """The choices of a reply, whose samples ended as their engine told, under version 1."""
-    joining = Joining()
-    for event in events:
-        joining.take(Chunk.read(event))
-    for chunk in joining.told():
-        reply.take(chunk, reply.samples)
+    if events:
+        reply.take(Chunk.joined(list(map(Chunk.read, events)), {}), reply.samples)
     for sample in reply.samples:
         sample.stamp()
     choices = [sample.told(BARE) for sample in reply.samples]
@@ -186,12 +182,12 @@ def test_chunks_that_a_reader_joins_and_sends_make_the_same_samples(
     here, beside = (Reply(samples=map(begun, range(n))) for _ in range(2))
     events = [written(chunk, ways).encode() for chunk in chunks]
     direct = made(here, *events)
-    joining, told = Joining(), list[Chunk]()
-    for event in events:
-        joining.take(Chunk.read(event))
-        if ways.random() < 0.5:
-            told += joining.told()
-    told += joining.told()
+    told, waiting, ends = list[Chunk](), list[Chunk](), dict[int, int]()
+    for place, event in enumerate(events, 1):
+        waiting.append(Chunk.read(event))
+        if ways.random() < 0.5 or place == len(events):
+            told.append(Chunk.joined(waiting, ends))
+            waiting = []
     for place, chunk in enumerate(told):
         chunk.shed(has_head=place == 0)
         content = msgspec.msgpack.encode(chunk)
@@ -261,12 +257,12 @@ def test_what_is_no_chunk_is_refused_and_leaves_the_tokens_before_it(content: by
 
 @pytest.mark.parametrize("begin", [0, 2, 22, -1])
 def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> None:
-    sample, joining = Sample(0), Joining()
+    sample, ends = Sample(0), dict[int, int]()
     for offsets in ([0, 11], [begin, begin + 11]):
         names = ["token_id:10"] * len(offsets)
         scores = {"text_offset": offsets, "token_logprobs": [-1.0, -1.0], "tokens": names}
-        joining.take(Chunk.read(encoded({"choices": [{"index": 0, "text": "ab", "logprobs": scores}]})))
-        Reply().take(joining.told()[0], [sample])
+        chunk = Chunk.read(encoded({"choices": [{"index": 0, "text": "ab", "logprobs": scores}]}))
+        Reply().take(Chunk.joined([chunk], ends), [sample])
     assert opened(sample.told(BARE))["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 

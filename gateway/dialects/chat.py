@@ -12,10 +12,8 @@ from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Runner, using
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import Terms, check_sampling
 from gateway.dialects.spans import UNSCORED
-from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.routing import Rollout
 
 _CHARACTERS_PER_TOKEN = 4
 # Load of an image or a sound, whose tokens do not depend on its bytes.
@@ -30,34 +28,32 @@ class Chat:
         self._runner = runner
         self._continuation = ChatContinuation(rendering, runner, tokens)
 
-    def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
+    def decode(self, body: Json, request_id: str, session: str = "") -> Conversation:
         """Raises `InvalidRequest` for fields that no engine would take."""
         n, messages = check_sampling(body), body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
-        return Terms.take(body, self._fleet, self._runner.lengths).rollout(
+        limit: int | None = body.get("max_completion_tokens") or body.get("max_tokens")
+        rollout = Terms.take(body, self._fleet, self._runner.lengths).rollout(
             request_id,
             _text_of(messages, session),
             n=n,
             prompt_tokens=sum(map(_characters, messages)) // _CHARACTERS_PER_TOKEN,
-            limit=_limit(body) or DEFAULT_MAX_TOKENS,
+            limit=limit or DEFAULT_MAX_TOKENS,
             session=session,
         )
+        return Conversation(rollout=rollout, body=body, limit=limit, inexact_of=self._continuation.inexact)
 
-    async def generate(self, rollout: Rollout, body: Json) -> Json:
-        conversation = self._conversation(rollout, body)
+    async def generate(self, conversation: Conversation) -> Json:
+        rollout = conversation.rollout
         with using(rollout):
             answer = await self._continuation.worded(conversation, await self._generated(conversation))
             if answer is None:
                 answer = await self._generated(replace(conversation, reads_whole_reply=True))
         self._runner.learn(rollout, answer["usage"], [choice["finish_reason"] for choice in answer["choices"]])
         self._runner.count_missing(sum(choice.get(UNSCORED, 0) for choice in answer["choices"]))
-        answer = {**answer, "object": "chat.completion", "prompt_logprobs": answer.get("prompt_logprobs")}
-        if not body.get("return_token_ids"):
-            for choice in answer["choices"]:
-                choice["token_ids"] = None
-            answer["prompt_token_ids"] = None
-        return answer
+        whole = {"object": "chat.completion", "prompt_logprobs": answer.get("prompt_logprobs")}
+        return conversation.as_asked({**answer, **whole})
 
     async def _generated(self, conversation: Conversation) -> Json:
         """The reply, continued where it was cut off. Choices that were read in chunks have no message yet."""
@@ -69,26 +65,6 @@ class Chat:
             if (answer := await self._continuation.continued(conversation, reply)) is not None:
                 return answer
             conversation.rollout.attempts.lost_tokens()
-
-    async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
-        """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""
-        conversation, reply = self._conversation(rollout, body), Reply()
-
-        def shown(chunk: Json) -> None:
-            usage.add_chunk(0, chunk.get("usage"))
-            if not body.get("return_token_ids"):
-                for told in (chunk, *chunk["choices"]):
-                    told |= {key: None for key in ("token_ids", "prompt_token_ids") if key in told}
-            if chunk["choices"]:
-                show(with_usage_rule(chunk, body))
-
-        await self._runner.run(conversation, reply, shown)
-        usage.add_chunk(0, reply.usage)
-        if wants_usage(body):
-            show({**(reply.head or conversation.bare_head()), "choices": [], "usage": usage.total()})
-
-    def _conversation(self, rollout: Rollout, body: Json) -> Conversation:
-        return Conversation(rollout=rollout, body=body, limit=_limit(body), inexact_of=self._continuation.inexact)
 
 
 def _characters(message: Any) -> int:
@@ -102,8 +78,3 @@ def _text_of(messages: list[Any], session: str) -> str:
     """The text by which lengths are known; "" for a turn, which does not come again, and for parts such as images."""
     is_plain = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
     return str(messages) if is_plain and not session else ""
-
-
-def _limit(body: Json) -> int | None:
-    limit: int | None = body.get("max_completion_tokens") or body.get("max_tokens")
-    return limit

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +13,10 @@ from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest
 from engines.raw_json import encoded
 from gateway.dialects.resumption.features import rest_sampling, whole_characters
-from gateway.dialects.runner import Ask, Runner
+from gateway.dialects.runner import Ask, Runner, longest_first
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, Terms, check_room, check_sampling, common_room
-from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
+from gateway.dialects.streams import total_usage
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import End
@@ -46,7 +46,8 @@ class Written:
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
-        return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[:-1], b"}]}"]
+        choices = [piece for choice in self.choices for piece in (b",", choice)]
+        return [encoded(self.head)[:-1] + b',"choices":[', *choices[1:], b"]}"]
 
 
 @dataclass(kw_only=True)
@@ -81,6 +82,16 @@ class CompletionPrompt(Ask):
         head = {"id": f"cmpl-{self.request_id}", "object": "text_completion", "created": int(time.time())}
         return head | {"model": self.body.get("model") or self.rollout.model}
 
+    def as_asked(self, told: Json) -> Json:
+        """Numbered as the client knows its samples, and without the token ids, which are always needed here, that it
+        did not ask for."""
+        first, shows_ids = self.index * self.rollout.n, self.body.get("return_token_ids")
+        for choice in told["choices"]:
+            choice["index"] += first
+            if not shows_ids:
+                choice |= {"token_ids": None, "prompt_token_ids": None}
+        return told | {"id": f"cmpl-{self.request_id}"}
+
 
 class Completions:
     """Decodes requests, runs their prompts, joins the replies."""
@@ -88,6 +99,7 @@ class Completions:
     def __init__(self, fleet: Fleet, runner: Runner) -> None:
         self._fleet = fleet
         self._runner = runner
+        self.stream = runner.stream
 
     def decode(self, body: Json, request_id: str, session: str = "", first: int = 0) -> list[CompletionPrompt]:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt.
@@ -126,65 +138,33 @@ class Completions:
         """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
         began = time.monotonic()
         if len(prompts) == 1:
-            written = await self._write(prompts[0], began, replies.get(prompts[0].index))
-        else:
-            turns = longest_first(prompts)
-            made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
-            written = _joined({prompt.index: part for prompt, part in zip(turns, made, strict=True)})
-        written.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time())}
-        return written
+            return await self._write(prompts[0], began, replies.get(prompts[0].index))
+        turns = longest_first(prompts)
+        made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
+        return _joined({prompt.index: part for prompt, part in zip(turns, made, strict=True)})
 
     async def _write(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
-        written = Written(prompt.head(reply), [], [], [time.monotonic() - began])
-        bare, first = prompt.bare(), prompt.index * prompt.rollout.n
-        shows_ids = bool(prompt.body.get("return_token_ids"))
-        for sample in reply.samples:
-            written.ends.append((sample.reason, sample.spans))
-            written.choices += sample.written(bare, first + sample.index, shows_ids=shows_ids)
         self._runner.count_missing(reply.num_unscored)
-        return written
-
-    async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
-        """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up
-        `usage`."""
-        turns = [(prompt, Reply(prompt.read)) for prompt in longest_first(prompts)]
-        last = Json()
-
-        def shown(prompt: CompletionPrompt, chunk: Json) -> None:
-            nonlocal last
-            last = chunk | {"id": f"cmpl-{prompt.request_id}"}
-            usage.add_chunk(prompt.index, chunk.get("usage"))
-            if chunk["choices"]:
-                _as_asked(chunk["choices"], prompt)
-                show(with_usage_rule(last, prompt.body))
-
-        await together(self._runner.run(prompt, reply, partial(shown, prompt)) for prompt, reply in turns)
-        for prompt, reply in turns:  # an engine that died has not told its count
-            usage.add_chunk(prompt.index, reply.usage)
-        if wants_usage(turns[0][0].body):
-            show({**last, "choices": [], "usage": usage.total()})
+        head = prompt.as_asked(prompt.told(reply))
+        choices = list(map(encoded, head.pop("choices")))
+        ends: list[End] = [(sample.reason, sample.spans) for sample in reply.samples]
+        return Written(head, choices, ends, [time.monotonic() - began])
 
 
 def _joined(parts: Mapping[int, Written]) -> Written:
     """The replies of several prompts, by their places, as one."""
-    whole, usage = Written({}, [], [], []), Usage()
-    for index in sorted(parts):
-        part = parts[index]
-        usage.add_chunk(index, part.head["usage"])
+    whole = Written({}, [], [], [])
+    usages = [part.head["usage"] for part in parts.values()]
+    for _, part in sorted(parts.items()):
         whole.head = whole.head or part.head
         whole.choices += part.choices
         whole.ends += part.ends
         whole.seconds += part.seconds
-    whole.head["usage"] = usage.total()
+    whole.head["usage"] = total_usage(usages)
     return whole
-
-
-def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
-    """The order in which the prompts of one request take their turns."""
-    return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
 
 
 def _prompt_list(body: Json) -> list[Any]:
@@ -218,16 +198,6 @@ def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> i
     if type(kept) is int:
         return min(len(value), kept if kept >= 0 else max_len or len(value))
     return check_room(f"prompt[{index}]", len(value), max_len)
-
-
-def _as_asked(choices: Iterable[Json], prompt: CompletionPrompt) -> None:
-    """Make choices those that the client knows: numbered, and without the token ids, which are always needed here, that
-    it did not ask for."""
-    first, shows_ids = prompt.index * prompt.rollout.n, prompt.body.get("return_token_ids")
-    for choice in choices:
-        choice["index"] += first
-        if not shows_ids:
-            choice |= {"token_ids": None, "prompt_token_ids": None}
 
 
 async def _detokenized(replica: Replica, model: str | None, token_ids: list[int]) -> str:

@@ -61,6 +61,13 @@ class Conversation(Ask):
         head = {"id": f"chatcmpl-{self.rollout.request_id}", "object": "chat.completion.chunk"}
         return head | {"created": int(time.time()), "model": self.body.get("model") or self.rollout.model}
 
+    def as_asked(self, told: Json) -> Json:
+        """Without the token ids that the client did not ask for."""
+        if not self.body.get("return_token_ids"):
+            for one in (told, *told["choices"]):
+                one |= {key: None for key in ("token_ids", "prompt_token_ids") if key in one}
+        return told
+
     def shows(self, choice: Json) -> bool:
         """True if a choice has something for the client: vLLM sends ids also of text that its parsers hold back."""
         fields = ("delta", "finish_reason", "logprobs") + (("token_ids",) if self.body.get("return_token_ids") else ())

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 from msgspec import structs
 
@@ -19,7 +19,7 @@ from gateway.config.schema import GatewayConfig
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, Reply, Sample, Source
 from gateway.dialects.sampling import versioned_salt
-from gateway.dialects.streams import Show
+from gateway.dialects.streams import Show, total_usage, wants_usage, with_usage_rule
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -117,6 +117,10 @@ class Ask(ABC):
         bare = self.bare()
         return self.head(reply) | {"choices": [sample.told(bare) for sample in reply.samples]}
 
+    def as_asked(self, told: Json) -> Json:
+        """A reply or chunk with what its client has asked for, by the names that it knows."""
+        return told
+
     def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
         """An engine's chunk in the words of the dialect. Raises one of `NO_JSON` where it cannot be read."""
         return chunk
@@ -142,6 +146,9 @@ class Ask(ABC):
             attempts=rollout.attempts if self.before else rollout.attempts.branch(),
         )
         return replace(self, rollout=rest, read=read, before=sample)
+
+
+A = TypeVar("A", bound=Ask)
 
 
 def using(rollout: Rollout) -> AbstractContextManager[None]:
@@ -175,6 +182,23 @@ class Runner:
             self.learn(ask.rollout, reply.usage, list(map(attrgetter("reason"), reply.samples)))
             if show is not None:
                 self.count_missing(reply.num_unscored)
+
+    async def stream(self, asks: Sequence[Ask], usages: list[Json], show: Show) -> None:
+        """Show the chunks of all prompts in the order of arrival, as if one engine made them. Add the token counts of
+        each to `usages`, also where the client leaves or an engine that died has not told its count."""
+        body, turns = asks[0].body, [(ask, Reply(ask.read)) for ask in longest_first(asks)]
+
+        def shown(ask: Ask, chunk: Json) -> None:
+            if chunk["choices"]:
+                show(with_usage_rule(ask.as_asked(chunk), body))
+
+        try:
+            await together(self.run(ask, reply, partial(shown, ask)) for ask, reply in turns)
+        finally:
+            usages += [reply.usage for _, reply in turns if reply.head or not reply.open]
+        if wants_usage(body):
+            ask, reply = turns[0]
+            show(ask.as_asked({**(reply.head or ask.bare_head()), "choices": []}) | {"usage": total_usage(usages)})
 
     async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have the open samples continued, each by itself, until they end."""
@@ -216,6 +240,11 @@ class Runner:
         made = usage.get("completion_tokens")
         if made and None not in ends and ABORT not in ends:
             self.lengths.delivered(rollout.model, rollout.prompt_key, made / rollout.n)
+
+
+def longest_first(asks: Sequence[A]) -> Sequence[A]:
+    """The order in which the prompts of one request take their turns."""
+    return asks if len(asks) == 1 else sorted(asks, key=lambda ask: ask.rollout.rank)
 
 
 class Part:

@@ -6,8 +6,6 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -26,8 +24,6 @@ CUT_OFF = "cut off"
 ABORT = "abort"
 
 _NO_PART = Choice(0)
-_IDS = "token_ids"
-_PROMPT = "prompt_token_ids"
 _TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -306,50 +302,16 @@ class Sample:
 
     def told(self, bare: Json) -> Json:
         """The sample as a choice of a whole reply, its lists as JSON; `bare` is one without tokens."""
-        whole = self.whole
-        told = {**self._beside_lists(bare), "index": self.index, "logprobs": whole.scores}
+        whole, end = self.whole, {"finish_reason": self.reason or CUT_OFF, "index": self.index}
+        told = {**bare, "stop_reason": None, **self.last, **self.marks(), **end, "logprobs": whole.scores}
         if "text" in told or whole.text is not None:
             told["text"] = whole.text or ""
         if self.has_ids:
-            told[_IDS] = Raw(whole.token_ids or EMPTY)
-        if self.prompt is not None and _PROMPT in told:
-            told[_PROMPT] = Raw(self.prompt)
+            told["token_ids"] = Raw(whole.token_ids or EMPTY)
+        if self.prompt is not None and "prompt_token_ids" in told:
+            told["prompt_token_ids"] = Raw(self.prompt)
         told.pop("delta", None)
         return told
-
-    def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
-        """As `told`, of text, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of
-        its prompt are null without `shows_ids`. A large list is not copied."""
-        whole = self.whole
-        lists: list[bytes] = []
-        told = {**self._beside_lists(bare), "index": index, "text": whole.text or ""}
-        if not shows_ids:
-            told[_IDS] = told[_PROMPT] = None
-        else:
-            if self.has_ids:
-                lists += b',"token_ids":', whole.token_ids or EMPTY
-                del told[_IDS]
-            if self.prompt is not None:
-                lists += b',"prompt_token_ids":', self.prompt
-                del told[_PROMPT]
-        if scores := whole.logprobs:
-            lists += chain.from_iterable(zip(_names_of(tuple(scores)), scores.values(), strict=True))
-            lists.append(b"}")
-            del told["logprobs"]
-        return [encoded(told)[:-1], *lists, b"},"]
-
-    def _beside_lists(self, bare: Json) -> Json:
-        """The choice without its text, and with lists as its last choice or `bare` has them."""
-        others = {} if self._last is None else self._last.others
-        end = {"finish_reason": self.reason or CUT_OFF}
-        return {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks(), **end}
-
-
-@lru_cache(64)
-def _names_of(keys: tuple[str, ...]) -> list[bytes]:
-    """JSON before each value of an object with these keys, which is the member `logprobs` of another."""
-    first, *others = map(encoded, keys)
-    return [b',"logprobs":{' + first + b":", *(b"," + name + b":" for name in others)]
 
 
 def _first(items: bytes, length: int) -> bytes:

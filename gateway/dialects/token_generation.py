@@ -21,7 +21,6 @@ from gateway.dialects.resumption.features import rest_sampling
 from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask, Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import Terms, check_id, check_room, check_sampling, common_room, normalise_numbers
-from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
@@ -47,9 +46,10 @@ class TokenGeneration:
     def __init__(self, fleet: Fleet, runner: Runner) -> None:
         self._fleet = fleet
         self._runner = runner
+        self.make = runner.run
         self._ids: dict[str, list[str]] = {}
 
-    def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Rollout:
+    def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> "TokenPrompt":
         """Give the body its request's id where it has none. Raises `InvalidRequest` for fields that no engine would
         take."""
         for field in _REFUSED:
@@ -68,7 +68,7 @@ class TokenGeneration:
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, terms.model))
         given = body.get("request_id")
         body["request_id"] = request_id if given is None else check_id(given, "request_id")
-        return terms.rollout(
+        rollout = terms.rollout(
             name_of_client(client, body["request_id"]),  # engines abort by it
             body["token_ids"],
             n=n,
@@ -77,6 +77,7 @@ class TokenGeneration:
             needs_route=PATH if _media_of(body) else "",
             session=session,
         )
+        return self.prompt(rollout, body)
 
     def prompt(self, rollout: Rollout, body: Json) -> "TokenPrompt":
         """A decoded body as what engines are asked."""
@@ -88,39 +89,15 @@ class TokenGeneration:
             read=body["token_ids"],
         )
 
-    async def generate(self, rollout: Rollout, body: Json) -> Json:
-        reply = Reply(body["token_ids"])
-        prompt = await self.make(rollout, body, reply)
+    async def generate(self, prompt: "TokenPrompt") -> Json:
+        reply, body = Reply(prompt.read), prompt.body
+        await self._runner.run(prompt, reply)
         self._runner.count_missing(reply.num_unscored)
-        ids = body["token_ids"] if body.get("return_token_ids") else None
-        return _as_asked({"prompt_logprobs": None} | prompt.told(reply) | {"prompt_token_ids": ids}, prompt)
-
-    async def make(self, rollout: Rollout, body: Json, reply: Reply) -> "TokenPrompt":
-        """Have replicas make all samples of a reply to their ends; return what they were asked."""
-        prompt = self.prompt(rollout, body)
-        with self._running_under(rollout):
-            await self._runner.run(prompt, reply)
-        return prompt
-
-    async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
-        """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""
-        prompt, reply, last = self.prompt(rollout, body), Reply(body["token_ids"]), Json()
-
-        def shown(chunk: Json) -> None:
-            nonlocal last
-            last = _as_asked(chunk, prompt)
-            usage.add_chunk(0, reply.usage)
-            if chunk["choices"]:
-                show(with_usage_rule(last, body))
-
-        with self._running_under(rollout):
-            await self._runner.run(prompt, reply, shown)
-        usage.add_chunk(0, reply.usage)
-        if wants_usage(body):
-            show(last | {"choices": [], "usage": usage.total()})
+        ids = prompt.read if body.get("return_token_ids") else None
+        return prompt.as_asked({"prompt_logprobs": None} | prompt.told(reply) | {"prompt_token_ids": ids})
 
     @contextmanager
-    def _running_under(self, rollout: Rollout) -> Iterator[None]:
+    def under_way(self, rollout: Rollout) -> Iterator[None]:
         """Note the ids of a rollout and of the rests of its samples: an abort of the whole reaches them."""
         name = rollout.request_id
         rests = [f"{name}-{index}" for index in range(rollout.n)] if rollout.n > 1 else []
@@ -197,6 +174,16 @@ class TokenPrompt(Ask):
         body, translate = self.body | {"request_id": self.rollout.request_id}, token_reply if is_whole else token_chunk
         return Chunk.read(encoded(translate(chunk.decoded(), body)))
 
+    def as_asked(self, told: Json) -> Json:
+        """With the id that the client knows, and with versions as text, which vLLM's own routes read."""
+        if name := self.body.get("request_id"):
+            told["request_id"] = str(told.get("request_id") or name).replace(self.rollout.request_id, name)
+        for choice in told["choices"]:
+            choice.pop("prompt_token_ids", None)
+            for span in choice.get("weight_versions") or ():
+                span["version"] = str(span["version"])
+        return told
+
     def bare(self) -> Json:
         return {"token_ids": [], "logprobs": None}
 
@@ -217,17 +204,6 @@ def _media_of(body: Json) -> str:
 
 def _serves(replica: Replica) -> bool:
     return PATH in replica.info.capabilities
-
-
-def _as_asked(reply: Json, prompt: TokenPrompt) -> Json:
-    """A reply or chunk with the id that the client knows, and with versions as text, which vLLM's own routes read."""
-    if name := prompt.body.get("request_id"):
-        reply["request_id"] = str(reply.get("request_id") or name).replace(prompt.rollout.request_id, name)
-    for choice in reply["choices"]:
-        choice.pop("prompt_token_ids", None)
-        for span in choice.get("weight_versions") or ():
-            span["version"] = str(span["version"])
-    return reply
 
 
 def _checked_length(token_ids: Any, max_len: int | None) -> int:

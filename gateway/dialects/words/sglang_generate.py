@@ -12,7 +12,7 @@ from engines.engine import Json
 from engines.raw_json import decoded, opened
 from gateway.dialects.completions import CompletionPrompt, Completions
 from gateway.dialects.sample import Sample
-from gateway.dialects.streams import Show, Usage
+from gateway.dialects.streams import Show
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, read_asked
 from gateway.fleet.fleet import Fleet
 
@@ -81,7 +81,7 @@ class SglangGenerate:
             if not self._running[name]:
                 del self._running[name]
 
-    async def stream(self, given: Generation, usage: Usage, show: Show) -> None:
+    async def stream(self, given: Generation, usages: list[Json], show: Show) -> None:
         """Show chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
 
         A long sample is repeated when it has grown by 1/32: each token would else cost as much as all before it.
@@ -102,7 +102,7 @@ class SglangGenerate:
                 if not (sample.is_open and is_long and sample.num_made < repeated[sample.index] * (1 + _GROWTH)):
                     repeat(sample)
 
-        with self._begun(given, self._completions.stream([given.prompt], usage, take)) as task:
+        with self._begun(given, self._completions.stream([given.prompt], usages, take)) as task:
             await asyncio.wait([task])
         if not task.cancelled():
             task.result()

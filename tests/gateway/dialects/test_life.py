@@ -28,7 +28,7 @@ from engines.reading.server import ReaderServer
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completions import CompletionPrompt, Completions
 from gateway.dialects.runner import Runner
-from gateway.dialects.streams import Usage, blocks_of
+from gateway.dialects.streams import blocks_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler
@@ -242,7 +242,7 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
     try:
         async with asyncio.timeout(60):
             if is_stream:
-                async for chunks in blocks_of(partial(completions.stream, [prompt], Usage())):
+                async for chunks in blocks_of(partial(completions.stream, [prompt], [])):
                     for choice in opened([choice for chunk in chunks for choice in chunk["choices"]]):
                         before = told.get(choice["index"])
                         assert before is None or before["finish_reason"] is None, "a sample has ended once"

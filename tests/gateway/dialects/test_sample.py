@@ -145,13 +145,7 @@ def made(reply: Reply, *events: bytes) -> list[Json]:
         reply.take(Chunk.joined(list(map(Chunk.read, events)), {}), reply.samples)
     for sample in reply.samples:
         sample.stamp()
-    choices = [sample.told(BARE) for sample in reply.samples]
-    in_json = [
-        json.loads(b"".join(sample.written(BARE, sample.index, shows_ids=True)).removesuffix(b","))
-        for sample in reply.samples
-    ]
-    assert in_json == opened(choices)
-    return choices
+    return [sample.told(BARE) for sample in reply.samples]
 
 
 def without_stamps(choices: list[Json]) -> list[Json]:

@@ -15,8 +15,7 @@ from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Answer, Caller, Turn, chat_request
-from gateway.dialects.chat import Chat
-from gateway.dialects.conversation import Conversation
+from gateway.dialects.chat import Chat, Conversation
 from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.sample import Reply
 from gateway.dialects.token_generation import TokenGeneration, TokenPrompt, lacking

@@ -12,7 +12,7 @@ import orjson
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest
 from engines.raw_json import encoded
-from gateway.dialects.resumption.features import rest_sampling, whole_characters
+from gateway.dialects.resumption import rest_sampling, whole_characters
 from gateway.dialects.runner import Ask, Runner, longest_first
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, Terms, check_room, check_sampling, common_room

@@ -16,7 +16,7 @@ from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
 from engines.raw_json import NO_JSON, opened
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.resumption.features import inexact_fields
+from gateway.dialects.resumption import inexact_fields
 from gateway.dialects.sample import ABORT, Reply, Sample, Source
 from gateway.dialects.sampling import versioned_salt
 from gateway.dialects.streams import Show, total_usage, wants_usage, with_usage_rule

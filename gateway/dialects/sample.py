@@ -14,7 +14,7 @@ from msgspec import Raw
 from engines.chunks import OFFSETS, Choice, Chunk, joined, offsets_of
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded, encoded, joined_lists, opened
-from gateway.dialects.resumption.features import MARK
+from gateway.dialects.resumption import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, stamps
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Flight, Replica

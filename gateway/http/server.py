@@ -16,10 +16,10 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.rendering import Rendering
 from gateway.dialects.replays import Replays
 from gateway.dialects.runner import Runner
+from gateway.dialects.sglang import SglangGenerate
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Deliveries, Metrics

@@ -9,7 +9,7 @@ from msgspec import Raw
 from engines.chunks import Choice, joined
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, opened
-from gateway.dialects.resumption.features import MARK
+from gateway.dialects.resumption import MARK
 from gateway.dialects.runner import Ask
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.spans import UNSCORED

@@ -15,9 +15,9 @@ from gateway.dialects.chat import Chat
 from gateway.dialects.completions import CompletionPrompt, Completions, Written
 from gateway.dialects.replays import Replays, identity_of
 from gateway.dialects.runner import A
+from gateway.dialects.sglang import SglangGenerate
 from gateway.dialects.streams import Show, total_usage
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access, Handler, OwnRequests, has_session_key

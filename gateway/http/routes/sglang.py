@@ -14,7 +14,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from engines.types import PauseMode
 from gateway.dialects.sampling import check_id
-from gateway.dialects.words.sglang_generate import SglangGenerate
+from gateway.dialects.sglang import SglangGenerate
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Handler, OwnRequests

@@ -27,9 +27,8 @@ from engines.types import Dialect
 from gateway.dialects.rendering import Rendering
 from gateway.dialects.resumption import MARK, inexact_fields
 from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask, Runner, using
-from gateway.dialects.sample import Reply, Sample
+from gateway.dialects.sample import UNSCORED, Reply, Sample
 from gateway.dialects.sampling import Terms, check_sampling
-from gateway.dialects.spans import UNSCORED
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica

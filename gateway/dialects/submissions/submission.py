@@ -13,8 +13,7 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownCursor
-from gateway.dialects.sample import ABORT, Sample
-from gateway.dialects.spans import UNSCORED
+from gateway.dialects.sample import ABORT, UNSCORED, Sample
 from gateway.dialects.submissions.frames import (
     OF_GROUP,
     OF_SUBMISSION,

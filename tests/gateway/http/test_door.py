@@ -7,7 +7,7 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.http import door, json_body
+from gateway.http import json_body, listener
 from tests.rigs.rig import Rig, StartRig
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -65,7 +65,7 @@ async def test_a_head_that_cannot_be_read_is_answered_in_json_and_the_log_has_no
 async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(door, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", 0.2)
     rig = await start_rig(1)
     asked = {"prompt": [[5]] * 300, "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "return_token_ids": True}
     body, loop = orjson.dumps(asked | {"stream": stream}), asyncio.get_running_loop()

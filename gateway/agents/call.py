@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import Raw
+from engines.reading.joining import joined
 
+from engines.chunks import Choice
 from engines.engine import Json
-from engines.raw_json import decoded
+from engines.raw_json import EMPTY, decoded
 from gateway.agents.history import End
 from gateway.dialects.sample import Reply
+from gateway.dialects.submissions.frames import Growth
 from gateway.dialects.submissions.group_record import Recorded
 
 _LAST = 8  # ids at the end of a call, which few other calls have there
@@ -128,16 +130,17 @@ class Call:
         for sample in self.reply.samples if self.reply else ():
             if self._recorded is None or self._recorded.sample is not sample:
                 self._recorded = Recorded(sample)
-            if (grown := self._recorded.growth()) is not None:
-                yield self._grown(*grown)
+            if (step := self._recorded.growth()) is not None:
+                yield self._grown(step)
 
-    def _grown(self, choice: Json, is_all: bool) -> Grown:
-        ids = array("i", decoded(choice["token_ids"] or Raw(b"[]")))
-        scores = _scores(choice["logprobs"] or {}, len(ids))
-        start = 0 if is_all else len(self.token_ids)
-        step = Grown(self.facts.call, start, ids.tobytes(), scores.tobytes(), choice["weight_versions"])
-        self.take(step)
-        return step
+    def _grown(self, step: Growth) -> Grown:
+        new = joined(step.parts or [Choice(step.sample)])
+        ids = array("i", decoded(new.token_ids or EMPTY))
+        scores = _scores(new.logprobs or {}, len(ids))
+        start = 0 if step.begins else len(self.token_ids)
+        grown = Grown(self.facts.call, start, ids.tobytes(), scores.tobytes(), step.spans)
+        self.take(grown)
+        return grown
 
     def take(self, step: Grown) -> None:
         """Take tokens, as they come or from a gateway before this one."""
@@ -162,7 +165,7 @@ class Call:
         }
 
 
-def _scores(logprobs: dict[str, Raw], number: int) -> "array[float]":
+def _scores(logprobs: dict[str, bytes], number: int) -> "array[float]":
     """Return the log-probs of so many tokens; NaN where an engine gave none."""
     given = [math.nan if one.logprob is None else one.logprob for one in _entries(logprobs.get("content", b"[]"))]
     return array("f", given + [math.nan] * (number - len(given)))

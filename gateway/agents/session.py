@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from copy import copy
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -54,7 +55,7 @@ class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
 Step = Facts | Grown | Changed | Media
 
 read_head = msgspec.msgpack.Decoder(Head).decode
-read_step = msgspec.msgpack.Decoder(Step).decode
+read_steps = msgspec.msgpack.Decoder(list[Step]).decode
 
 
 class Session:
@@ -62,6 +63,7 @@ class Session:
 
     def __init__(self, head: Head, record: Record, metrics: Metrics) -> None:
         self.head, self.record = head, record
+        record.growth_of = lambda number: self.calls[number].grow()
         self.key = head.owner, head.id
         self.calls: list[Call] = []
         self.history = History(self.ids_of)
@@ -146,6 +148,8 @@ class Session:
     async def under_way(self, call: Call, reply: Reply | None) -> AsyncIterator[None]:
         """Ends a call that is cut or fails, with the tokens that `reply` has and the reason."""
         call.reply, call.task = reply, asyncio.current_task()
+        if reply is not None:
+            reply.heard = partial(self.record.grew, call.facts.call)
         try:
             yield
         except asyncio.CancelledError:
@@ -165,14 +169,10 @@ class Session:
             self._stop(call, "failed", "failed", {"message": "the gateway failed; its log has the reason"})
             raise
 
-    def write_growth(self, calls: Iterable[Call]) -> None:
-        """Write the tokens that open calls have got since the last time."""
-        if steps := [step for call in calls for step in call.grow()]:
-            self.record.add(*steps)
-
     async def end(self, call: Call, choice: Json, usage: Json, digest: bytes) -> None:
         """Record a call that was answered; `digest` is that of its history. Return once that is durable."""
-        self.write_growth([call])
+        self.record.grew(call.facts.call)
+        self.record.write_growth()
         defect = "no_token_ids" if call.reply is None else None if call.is_scored else "no_logprobs"
         state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", defect)
         self._end(
@@ -199,7 +199,8 @@ class Session:
         if call.facts.ended is None:
             for sample in call.reply.samples if call.reply else ():
                 sample.settle()
-            self.write_growth([call])
+            self.record.grew(call.facts.call)
+            self.record.write_growth()
             self._end(call, state=state, mask=mask, error=error)
         elif mask == CLIENT_LEFT:
             self.undelivered(call)
@@ -298,7 +299,7 @@ class Session:
 
     def write(self) -> None:
         """Begin the record."""
-        self.record.begin([copy(self.head)])
+        self.record.begin(copy(self.head))
 
     def restore(self, steps: Iterable[Step]) -> None:
         """Take the steps of a gateway before this one. Calls that were open end with the tokens that it has written."""

@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 
 import structlog
 
 from engines.engine import Json
 from engines.errors import SessionFrozen, TooManyRequests, UnknownRequest
-from gateway.agents.session import Head, Session, read_head, read_step
+from gateway.agents.session import Head, Session, read_head, read_steps
 from gateway.config.schema import SubmissionsConfig
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.folder import Left
@@ -52,7 +53,6 @@ class Sessions:
         return {
             "sessions": len(kept),
             "session_bytes": sum(one.num_bytes for one in kept),
-            "unwritten_steps": sum(one.record.num_writing for one in kept),
         }
 
     # Agents
@@ -163,20 +163,12 @@ class Sessions:
 
     # Ledger
 
-    @property
-    def is_busy(self) -> bool:
-        return any(one.open for one in self._kept.values())
-
-    def write_news(self) -> None:
-        for session in self._kept.values():
-            session.write_growth(session.open.values())
-
     def bring_back(self, left: Sequence[Left]) -> None:
         for one in left:
-            record = Record(self._ledger, one.name, one.num_bytes)
+            record = Record(self._ledger, one.name)
             try:
                 session = Session(read_head(one.frames[0]), record, self._metrics)
-                session.restore(map(read_step, one.frames[1:]))
+                session.restore(chain.from_iterable(map(read_steps, one.frames[1:])))
                 self._kept[session.key] = session
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 log.error("a session in the ledger cannot be read", record=one.name, error=repr(error))

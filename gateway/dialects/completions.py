@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ _ASK_TIMEOUT_S = 60.0
 _CHARACTERS_PER_TOKEN = 4
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
-_NEW: Mapping[int, Reply] = {}
 
 
 @dataclass(slots=True)
@@ -93,6 +92,10 @@ class CompletionPrompt(Ask):
         return told | {"id": f"cmpl-{self.request_id}"}
 
 
+def _new_reply(prompt: CompletionPrompt) -> Reply:
+    return Reply(prompt.read)
+
+
 class Completions:
     """Decodes requests, runs their prompts, joins the replies."""
 
@@ -134,18 +137,23 @@ class Completions:
         reply: Json = orjson.loads(b"".join((await self.written(prompts)).pieces()))
         return reply
 
-    async def written(self, prompts: Sequence[CompletionPrompt], replies: Mapping[int, Reply] = _NEW) -> Written:
-        """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
+    async def written(
+        self, prompts: Sequence[CompletionPrompt], reply_to: Callable[[CompletionPrompt], Reply] = _new_reply
+    ) -> Written:
+        """As `generate`, as JSON with values as their engines wrote them. `reply_to` gives the reply that is completed,
+        which is not kept here."""
         began = time.monotonic()
         if len(prompts) == 1:
-            return await self._write(prompts[0], began, replies.get(prompts[0].index))
+            return await self._write(prompts[0], began, reply_to)
         turns = longest_first(prompts)
-        made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
+        made = await together(self._write(prompt, began, reply_to) for prompt in turns)
         return _joined({prompt.index: part for prompt, part in zip(turns, made, strict=True)})
 
-    async def _write(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
+    async def _write(
+        self, prompt: CompletionPrompt, began: float, reply_to: Callable[[CompletionPrompt], Reply]
+    ) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
-        reply = reply or Reply(prompt.read)
+        reply = reply_to(prompt)
         await self._runner.run(prompt, reply)
         self._runner.count_missing(reply.num_unscored)
         head = prompt.as_asked(prompt.told(reply))

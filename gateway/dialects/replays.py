@@ -6,11 +6,11 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 import hashlib
-import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -22,8 +22,8 @@ from engines.errors import RolloutGatewayError
 from engines.raw_json import NO_JSON
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completions import CompletionPrompt, Completions, Written
-from gateway.dialects.sample import ABORT
-from gateway.dialects.submissions.frames import BatchHead, Growth, Prompt, Restart, Step, read_step
+from gateway.dialects.sample import ABORT, Reply
+from gateway.dialects.submissions.frames import BatchHead, Growth, Step, read_steps
 from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -72,6 +72,7 @@ class Batch:
         self.identity, self.request_id, self.oldest = head.identity, head.request_id, head.oldest
         self.prompts = prompts
         self.record = record
+        record.growth_of = self._growth_of
         self.has_left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done while it has no client."""
         self.expiry: asyncio.TimerHandle | None = None
@@ -81,22 +82,32 @@ class Batch:
             self.made = {one.index: GroupRecord(one.index, one.rollout.n, one.read) for one in prompts}
         self.newest = 0
         """None of the tokens that a gateway before this one has made is of a newer weight version."""
-        self._head: BatchHead | None = head if writes and not record.is_kept else None
-        self._began = time.monotonic()
-        self._grown: dict[int, None] = {}  # prompts
+        self._head = head if writes and not record.is_kept else None
+        self._beginning = asyncio.get_running_loop().call_later(_WORTH_IT_S, self.begin)
 
-    def begin(self, steps: Sequence[Step] = ()) -> None:
-        """Have what a gateway before this one has made continue."""
+    def restore(self, steps: Iterable[Step]) -> None:
+        """Take what a gateway before this one has made."""
         for step in steps:
-            assert isinstance(step, Prompt | Growth | Restart)
+            assert isinstance(step, Growth)
             self.made[step.group].restore(step)
-        samples = [sample for made in self.made.values() for sample in made.reply.samples]
-        spans = [span for sample in samples for span in sample.spans or ()]
-        self.newest = max((int(span.get("base_version") or span["version"]) for span in spans), default=0)
-        for prompt in self.prompts if self.made else ():
-            made = self.made[prompt.index]
-            made.begin(prompt)
-            made.reply.heard = partial(self._grown.setdefault, prompt.index)
+            versions = [int(span.get("base_version") or span["version"]) for span in step.spans]
+            self.newest = max([self.newest, *versions])
+
+    def reply_to(self, prompt: CompletionPrompt) -> Reply:
+        """The reply to a prompt, as far as it has come, to be completed."""
+        if (made := self.made.get(prompt.index)) is None:
+            return Reply(prompt.read)
+        made.begin(prompt)
+        made.reply.heard = partial(self.record.grew, prompt.index)
+        return made.reply
+
+    def _growth_of(self, prompt: int) -> list[Growth]:
+        if (made := self.made.get(prompt)) is None:
+            return []
+        steps = made.growth()
+        if made.is_recorded:
+            del self.made[prompt]  # it would take memory beside its part of the reply
+        return steps
 
     @property
     def has_failed(self) -> bool:
@@ -107,34 +118,16 @@ class Batch:
             return True
         return any(reason == ABORT for reason, _ in self.task.result().ends)
 
-    @property
-    def has_news(self) -> bool:
-        """True where the ledger lacks something that was made."""
-        return not self._grown.keys().isdisjoint(self.made) or self.record.num_writing > 0
-
-    def write(self) -> None:
-        """Write what is new, if it is worth it by now, and the write before has ended."""
-        is_old = self.record.is_kept or time.monotonic() - self._began >= _WORTH_IT_S
-        if self.made and is_old and not self.record.num_writing:
-            self.write_now()
-
-    def write_now(self) -> None:
+    def begin(self) -> None:
+        """Have all of it written that there is, and that comes."""
         if self._head is not None:
-            self.record.begin([self._head])
+            self.record.begin(self._head)
             self._head = None
-        grown, steps = list(self._grown), list[Step]()
-        self._grown.clear()
-        for made in filter(None, map(self.made.get, grown)):
-            steps += made.growth()
-            if made.is_recorded:
-                del self.made[made.group]  # it would take memory beside its part of the reply
-        if steps:
-            self.record.add(*steps)
 
     def forget(self) -> None:
         """Drop the record, and write nothing any more."""
+        self._beginning.cancel()
         self.made, self._head = {}, None
-        self._grown.clear()
         self.record.remove()
 
 
@@ -157,11 +150,8 @@ class Replays:
 
     def report(self) -> Json:
         """The state for /status."""
-        return {
-            "batches": sum(batch.record.is_kept for batch in self._all),
-            "unwritten_batches": sum(batch.has_news for batch in self._all),
-            "orphaned_batches": len(self._orphans),
-        }
+        kept = sum(batch.record.is_kept for batch in self._all)
+        return {"batches": kept, "orphaned_batches": len(self._orphans)}
 
     @property
     def are_on(self) -> bool:
@@ -203,9 +193,9 @@ class Replays:
         batch = Batch(head, prompts, Record.new(self._ledger, KIND), writes=self._ledger.is_durable)
         return self._run(batch)
 
-    def _run(self, batch: Batch, steps: Sequence[Step] = ()) -> Batch:
-        batch.begin(steps)
-        work = self._completions.written(batch.prompts, {index: made.reply for index, made in batch.made.items()})
+    def _run(self, batch: Batch, steps: Iterable[Step] = ()) -> Batch:
+        batch.restore(steps)
+        work = self._completions.written(batch.prompts, batch.reply_to)
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch
@@ -217,20 +207,12 @@ class Replays:
     # Ledger
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._batches)
-
-    @property
     def _all(self) -> list[Batch]:
         return [batch for equal in self._batches.values() for batch in equal]
 
-    def write_news(self) -> None:
-        for batch in self._all:
-            batch.write()
-
     def bring_back(self, left: Sequence[Left]) -> None:
         for one in left:
-            record = Record(self._ledger, one.name, one.num_bytes)
+            record = Record(self._ledger, one.name)
             try:
                 if not self._grace_s or one.age_s > _LONGEST_GAP_S:
                     record.remove()
@@ -245,13 +227,13 @@ class Replays:
         head = msgspec.msgpack.decode(left.frames[0], type=BatchHead)
         prompts = self._completions.decode(orjson.loads(head.body), head.request_id, head.session)
         batch = Batch(head, prompts, record, writes=True)
-        self._leave(self._run(batch, [read_step(frame) for frame in left.frames[1:]]))
+        self._leave(self._run(batch, chain.from_iterable(map(read_steps, left.frames[1:]))))
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         for batch in self._all:
-            if batch.made:
-                batch.write_now()
+            batch.begin()
+            batch.record.write_growth()
             batch.made = {}
         orphans, self._orphans = self._orphans, set()
         for batch in orphans:

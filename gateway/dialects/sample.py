@@ -103,9 +103,10 @@ class Sample:
 
     @classmethod
     def of(cls, told: Json) -> "Sample":
-        """Return a sample that was told whole."""
-        sample = cls(told["index"])
-        sample.restore(told)
+        """Return a sample as a reply has it."""
+        sample, kv_versions = cls(told["index"]), told.get("kv_versions") or []
+        sample.restore(_choices_of(told), list(told["weight_versions"]), kv_versions, told.get(MARK))
+        sample.reason = None if told["finish_reason"] == CUT_OFF else told["finish_reason"]
         return sample
 
     @property
@@ -170,6 +171,7 @@ class Sample:
         """What is kept of a choice."""
         self.num_characters += len(choice.text or "")
         kept = Choice(choice.index, token_ids=choice.token_ids, num_tokens=choice.num_tokens)
+        kept.prompt_token_ids = choice.prompt_token_ids
         if self._keeps_content:
             scores = (choice.logprobs or {}).get(_TOKENS_SCORES)
             kept.text, kept.logprobs = choice.text, None if scores is None else {_TOKENS_SCORES: scores}
@@ -177,15 +179,23 @@ class Sample:
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
-        self.add(*Chunk.read(encoded({"choices": [told]})).choices)
+        self.add(*_choices_of(told))
 
-    def restore(self, told: Json) -> None:
-        """Take what a record or a reply has of it; `told` has the spans of all its tokens."""
-        self.add_told(told)
-        self.spans, self.kv_versions = list(told["weight_versions"]), told.get("kv_versions") or []
-        self.is_resumed, self.inexact = MARK in told, told.get(MARK) or self.inexact
-        if self.reason == CUT_OFF:
-            self.reason = None
+    def restore(
+        self,
+        parts: Iterable[Choice],
+        spans: list[Json],
+        kv_versions: Sequence[int],
+        inexact: Sequence[str] | None,
+        end: Json | None = None,
+    ) -> None:
+        """Take more that was made before. `spans` and `kv_versions` are of all its tokens, `inexact` is None unless it
+        was resumed, `end` are the fields with which it has ended."""
+        for part in parts:
+            self.add(part)
+        self.spans, self.kv_versions = spans, kv_versions
+        self.is_resumed, self.inexact = inexact is not None, inexact or ()
+        self.reason, self._end = (end or {}).get("finish_reason"), end
 
     def cut(self) -> None:
         """Take an end by an update as one that continues."""
@@ -317,6 +327,10 @@ class Sample:
             told["prompt_token_ids"] = Raw(self.prompt)
         told.pop("delta", None)
         return told
+
+
+def _choices_of(told: Json) -> list[Choice]:
+    return Chunk.read(encoded({"choices": [told]})).choices
 
 
 def _first(items: bytes, length: int) -> bytes:

@@ -332,12 +332,14 @@ class Fleet:
         )  # fmt: skip
         if {replica.state, state} != _OF_AN_UPDATE:
             self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
+        was_alive = replica.is_alive
         replica.enter(state, reason)
         self._of_model.clear()
+        if was_alive and state in (ReplicaState.SUSPECT, ReplicaState.LOST):
+            self._leave_rests_to_standby(replica)
         if state is ReplicaState.LOST:
             self._count_loss(replica)
             self._forget(replica)
-            self._leave_rests_to_standby(replica)
         elif state is ReplicaState.SERVING:
             self._take_rests(replica.info.model)
         self._look_who_is_missing()
@@ -395,7 +397,8 @@ class Fleet:
             self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
 
     def _leave_rests_to_standby(self, lost: Replica) -> None:
-        """Where a standby follows a lost engine, have the others leave most of its rollouts to it, while it wakes."""
+        """Where a standby follows a lost engine, have the others leave most of its rollouts to it, while it wakes. An
+        engine that held much of a GPU's memory closes its port a second after its end: until then it is SUSPECT."""
         if self.models.groups[lost.info.group].standby and not lost.is_leaving:
             others = self.serving(lost.info.model)
             share = sum(len(replica.prompts) for replica in (lost, *others)) / (1 + len(others))

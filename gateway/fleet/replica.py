@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -24,6 +25,8 @@ _READ_AT_ONCE = 4096
 """Tokens of rests that an engine reads at once: half of a step of vLLM on a large GPU, in the time of about three steps
 without prompts."""
 _READ_WITHIN_S = 0.25
+# A timer of uvloop may come a millisecond before its time.
+EARLY_S = 0.005
 _SHARE_BESIDE_STANDBY = 0.25
 """Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have
 nothing to do until they end."""
@@ -65,7 +68,9 @@ class Prompts:
         self.unread = 0
         self._most = math.inf
         self._in_flight: dict[int, Work] = {}
-        self._unread: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._rests: set[int] = set()
+        self._unread: dict[int, tuple[int, float, Callable[[], None]]] = {}
+        self._decodes_until = 0.0
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -76,11 +81,12 @@ class Prompts:
 
     @property
     def may_add(self) -> bool:
-        """False while the engine has enough rests to read, unless it has nothing else to do. With more its own rollouts
-        would stand still: each step that is filled with prompts makes one token of each. False also where the rests are
-        those of an engine whose standby wakes, and enough have been added."""
-        has_time = self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
-        return has_time and len(self._in_flight) < self._most
+        """False while an engine with rollouts of its own has enough rests to read, and then for as long as it read
+        them: each step that is filled with prompts makes one token of each rollout. So its own keep half of their rate.
+        False also where the rests are those of an engine whose standby wakes, and enough have been added."""
+        has_time = self.unread < _READ_AT_ONCE and time.monotonic() >= self._decodes_until
+        has_few_of_its_own = 2 * len(self._rests) >= len(self._in_flight)
+        return (has_time or has_few_of_its_own) and len(self._in_flight) < self._most
 
     def leave_rests(self, share: float) -> None:
         """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes. With less than its
@@ -94,21 +100,26 @@ class Prompts:
         self._in_flight[id(rollout)] = rollout
 
     def reads(self, rollout: Work, then: Callable[[], None]) -> None:
-        """Count a rest as unread until its first tokens or its end, or for `_READ_WITHIN_S`, and call `then`."""
+        """Count a rest as unread until its first tokens or its end, or for `_READ_WITHIN_S`. `then` is called when
+        another may be added."""
         key, number = id(rollout), rollout.prompt_tokens
-        self._unread[key] = number, then
+        self._rests.add(key)
+        self._unread[key] = number, time.monotonic(), then
         self.unread += number
         asyncio.get_running_loop().call_later(_READ_WITHIN_S, self.has_read, rollout)
 
     def has_read(self, rollout: Work) -> None:
-        number, then = self._unread.pop(id(rollout), (0, None))
+        number, began, then = self._unread.pop(id(rollout), (0, 0.0, None))
         if then is not None:
             self.unread -= number
-            then()
+            now = time.monotonic()
+            self._decodes_until = 2 * now - began
+            asyncio.get_running_loop().call_later(now - began + EARLY_S, then)
 
     def end(self, rollout: Work) -> None:
         self._in_flight.pop(id(rollout), None)
         self.has_read(rollout)
+        self._rests.discard(id(rollout))
 
 
 class Flight:

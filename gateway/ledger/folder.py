@@ -1,6 +1,7 @@
 """The records of a ledger: a file each, which grows at its end, in a folder that one process holds.
 
-A frame is a length, a check sum, and a value in msgpack. What a kill has cut off at the end of a file was not durable.
+A frame is what was written at once: a length, a check sum, and in msgpack the record's head, or a list of later steps.
+What a kill has cut off at the end of a file was not durable.
 """
 
 import fcntl
@@ -19,7 +20,7 @@ import structlog
 
 log = structlog.get_logger()
 
-Frame = msgspec.Struct
+Step = msgspec.Struct
 
 _HEAD = struct.Struct(">II")
 _LOCK = "lock"
@@ -35,10 +36,6 @@ class Left:
     frames: list[bytes]
     age_s: float
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(_HEAD.size + len(frame) for frame in self.frames)
-
 
 class Folder:
     """The files. Its methods block."""
@@ -48,8 +45,6 @@ class Folder:
         self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_parent(path.parent)
-        if path.is_file():  # earlier releases had an SQLite file
-            path.replace(path.with_name(f"{path.name}.old"))
         path.mkdir(mode=0o700, exist_ok=True)
         _check_owner(path, os.getuid())
         path.chmod(0o700)
@@ -83,23 +78,22 @@ class Folder:
         for name in self.names:
             path = self.path / name
             content = path.read_bytes()
-            found = Left(name, list(_frames(content)), time.time() - path.stat().st_mtime)
-            left.append(found)
-            if surplus := len(content) - found.num_bytes:
+            frames = list(_frames(content))
+            left.append(Left(name, frames, time.time() - path.stat().st_mtime))
+            if surplus := len(content) - sum(_HEAD.size + len(frame) for frame in frames):
                 log.warning("a record ends with what cannot be read", file=str(path), bytes=surplus)
-                os.truncate(path, found.num_bytes)
+                os.truncate(path, len(content) - surplus)
         return left
 
-    def replace(self, name: str, frames: Sequence[Frame]) -> int:
-        """Rewrite a record, all or nothing. Return its size."""
+    def replace(self, name: str, head: Step) -> None:
+        """Begin a record anew, all or nothing."""
         new = self.path / f"{name}{_NEW}"
-        num_bytes = _write(new, os.O_CREAT | os.O_TRUNC, frames)
+        _write(new, os.O_CREAT | os.O_TRUNC, head)
         new.replace(self.path / name)
-        return num_bytes
 
-    def append(self, name: str, frames: Sequence[Frame]) -> int:
-        """Write at the end of a record. Return the size of that."""
-        return _write(self.path / name, os.O_APPEND, frames)
+    def append(self, name: str, steps: Sequence[Step]) -> None:
+        """Write at the end of a record."""
+        _write(self.path / name, os.O_APPEND, steps)
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -109,13 +103,11 @@ class Folder:
         shutil.rmtree(self.path)
 
 
-def _write(path: Path, flags: int, frames: Sequence[Frame]) -> int:
-    num_bytes = 0
+def _write(path: Path, flags: int, value: Step | Sequence[Step]) -> None:
+    content = msgspec.msgpack.encode(value)
     with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600), "wb") as file:
-        for frame in frames:
-            content = msgspec.msgpack.encode(frame)
-            num_bytes += file.write(_HEAD.pack(len(content), crc32(content))) + file.write(content)
-    return num_bytes
+        file.write(_HEAD.pack(len(content), crc32(content)))
+        file.write(content)
 
 
 def _frames(content: bytes) -> Iterator[bytes]:

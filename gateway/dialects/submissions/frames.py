@@ -1,7 +1,10 @@
-"""The record of a submission, or of a batch that may be replayed: what happened, in order. A later gateway takes the
-same steps."""
+"""The record of a submission, or of a batch that may be replayed: its head, then what happened, in order. A later
+gateway takes the same steps."""
 
 import msgspec
+
+from engines.chunks import Choice
+from engines.engine import Json
 
 OF_GROUP = -1
 """In place of a sample's number: the event is of a whole group. Of `OF_SUBMISSION` groups it is of all."""
@@ -9,8 +12,8 @@ OF_SUBMISSION = -1
 
 
 class Head(msgspec.Struct, tag="head", frozen=True):
-    """A submission as it began, in seconds since the epoch. `acked` is its cursor. `groups` is JSON; "" where all is
-    delivered."""
+    """A submission as it began, in seconds since the epoch. `groups` is JSON; "" where all is delivered, up to the
+    cursor `acked`."""
 
     owner: str
     id: str
@@ -32,40 +35,32 @@ class BatchHead(msgspec.Struct, tag="batch", frozen=True):
 
 
 class Event(msgspec.Struct, tag="event", array_like=True, frozen=True):
-    """One event; `content` is None once it was acked. `mark` is the end of its sample or group."""
+    """One event. `mark` is the end of its sample or group."""
 
     cursor: int
     group: int
     sample: int
     mark: str
-    content: bytes | None
+    content: bytes
 
     @property
     def num_bytes(self) -> int:
         """What it takes in memory."""
-        return len(self.content or b"") + _OBJECT_BYTES
+        return len(self.content) + _OBJECT_BYTES
 
 
-class Prompt(msgspec.Struct, tag="prompt", array_like=True, frozen=True):
-    """A group's prompt as an engine read it, in int32."""
-
-    group: int
-    token_ids: bytes
-
-
-class Growth(msgspec.Struct, tag="growth", array_like=True, frozen=True):
-    """What a sample has got since the last one: `choice` is JSON, as in a chunk of a stream, with all its versions."""
+class Growth(msgspec.Struct, tag="growth", array_like=True, frozen=True, gc=False):
+    """What a sample has got since the last one, as its reader told it; all that it has, where it begins (again).
+    `inexact` is None unless it was resumed. `end` is JSON of the fields with which it has ended."""
 
     group: int
     sample: int
-    choice: bytes
-
-
-class Restart(msgspec.Struct, tag="restart", array_like=True, frozen=True):
-    """An open sample begins again."""
-
-    group: int
-    sample: int
+    begins: bool
+    parts: list[Choice]
+    spans: list[Json]
+    kv_versions: list[int]
+    inexact: list[str] | None
+    end: bytes
 
 
 class Ack(msgspec.Struct, tag="ack", array_like=True, frozen=True):
@@ -74,9 +69,9 @@ class Ack(msgspec.Struct, tag="ack", array_like=True, frozen=True):
     cursor: int
 
 
-Step = Event | Prompt | Growth | Restart | Ack
+Step = Event | Growth | Ack
 
 _OBJECT_BYTES = 300  # of an event, beside its content
 
 read_head = msgspec.msgpack.Decoder(Head).decode
-read_step = msgspec.msgpack.Decoder(Step).decode
+read_steps = msgspec.msgpack.Decoder(list[Step]).decode

@@ -3,54 +3,43 @@
 import math
 from array import array
 
-import orjson
-from msgspec import Raw
-
-from engines.chunks import Choice, joined
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, opened
-from gateway.dialects.resumption import MARK
 from gateway.dialects.runner import Ask
 from gateway.dialects.sample import UNSCORED, Reply, Sample
-from gateway.dialects.submissions.frames import Growth, Prompt, Restart, Step
+from gateway.dialects.submissions.frames import Growth
 
 
 class Recorded:
     """How much of a sample the record has."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, group: int = 0) -> None:
         self.sample = sample
-        self.is_whole = False
-        """True once the sample has ended, and the record has that."""
-        self._num_tokens = 0
+        self._group = group
         self._num_parts = 0
         self._num_voids = sample.num_voids
+        self.has_end = False
+        """True once the sample has ended, and the record has that."""
 
-    def growth(self) -> tuple[Json, bool] | None:
-        """Return what the sample has got since the last call, as a choice, and True if that is all of it: the first
-        time, or again where a part that was returned has become void. None where there is nothing, or of no known
-        version."""
+    def growth(self) -> Growth | None:
+        """Return what the sample has got since the last call; all of it where a part that was returned has become void.
+        None where there is nothing, or of no known version."""
         sample, is_ended = self.sample, self.sample.reason is not None
         if sample.num_voids != self._num_voids:
-            self._num_tokens, self._num_parts, self._num_voids = 0, 0, sample.num_voids
-            self.is_whole = False
-        ends = is_ended and not self.is_whole and (sample.has_ids or sample.spans is not None)
-        if not sample.is_known or (sample.num_made == self._num_tokens and not ends):
+            self._num_parts, self._num_voids, self.has_end = 0, sample.num_voids, False
+        ends = is_ended and not self.has_end and (sample.has_ids or sample.spans is not None)
+        if not sample.is_known or (len(sample.parts) == self._num_parts and not ends):
             return None
-        is_all, new = not self._num_parts, joined(sample.parts[self._num_parts :] or [Choice(sample.index)])
-        self._num_tokens, self._num_parts, self.is_whole = sample.num_made, len(sample.parts), is_ended
         spans, kv_versions = sample.stamps_of(sample.num_made)
-        told = (sample.last if is_ended else {}) | {
-            "index": sample.index,
-            "finish_reason": sample.reason,
-            "token_ids": new.token_ids and Raw(new.token_ids),
-            "logprobs": new.scores,
-            "text": new.text or "",
-            "prompt_token_ids": None,
-            "weight_versions": spans,
-            "kv_versions": kv_versions,
-        }
-        return told | ({MARK: sample.inexact} if sample.is_resumed else {}), is_all
+        parts, begins = sample.parts[self._num_parts :], not self._num_parts
+        end = encoded(sample.last) if is_ended else b""
+        self.note()
+        inexact = list(sample.inexact) if sample.is_resumed else None
+        return Growth(self._group, sample.index, begins, parts, spans, list(kv_versions), inexact, end)
+
+    def note(self) -> None:
+        """The record has all of it."""
+        self._num_parts, self.has_end = len(self.sample.parts), self.sample.reason is not None
 
 
 class GroupRecord:
@@ -66,7 +55,6 @@ class GroupRecord:
         self._n = n
         self._is_given = given is not None
         self._recorded: dict[int, Recorded] = {}
-        self._has_prompt = False
 
     @property
     def open(self) -> list[Sample]:
@@ -80,12 +68,14 @@ class GroupRecord:
     @property
     def is_recorded(self) -> bool:
         """True once all samples have ended, and the record has them whole."""
-        return bool(self.reply.samples) and all(self._of(sample).is_whole for sample in self.reply.samples)
+        return bool(self.reply.samples) and all(self._of(sample).has_end for sample in self.reply.samples)
 
     def _of(self, sample: Sample) -> Recorded:
         """What the record has of a sample, which may take the place of another."""
         found = self._recorded.get(sample.index)
-        return found if found and found.sample is sample else Recorded(sample)
+        if found is None or found.sample is not sample:
+            found = self._recorded[sample.index] = Recorded(sample, self.group)
+        return found
 
     def begin(self, ask: Ask) -> None:
         """Have what was made before continue as `ask` says; all that is open begins again where it may not continue."""
@@ -119,47 +109,31 @@ class GroupRecord:
             del report["stop_reason"]
         return report | ({UNSCORED: unscored} if (unscored := scores.count(None)) else {})
 
-    def growth(self) -> list[Step]:
+    def growth(self) -> list[Growth]:
         """Return what came since the last call, but no tokens whose version an update leaves open, and none before the
         end where they would not continue."""
-        steps: list[Step] = []
         if self._ask and not self._ask.resumes and self.reply.open:
-            return steps
+            return []
+        steps = []
         for sample in self.reply.samples:
-            recorded = self._of(sample)
-            if sample.index in self.done or (grown := recorded.growth()) is None:
-                continue
-            choice, is_all = grown
-            if not self._has_prompt and not self._is_given:
-                self._has_prompt = True
-                steps.append(Prompt(self.group, array("i", self.reply.prompt or ()).tobytes()))
-            if is_all and sample.index in self._recorded:
-                steps.append(Restart(self.group, sample.index))
-            self._recorded[sample.index] = recorded
-            steps.append(Growth(self.group, sample.index, encoded(choice)))
+            if sample.index not in self.done and (step := self._of(sample).growth()) is not None:
+                steps.append(step)
+        if self._is_given:
+            for step in steps:
+                for part in step.parts:
+                    part.prompt_token_ids = None  # the head has it
         return steps
 
-    def everything(self) -> list[Step]:
-        """Return all that there is, for a new record."""
-        self._recorded.clear()
-        self._has_prompt = False
-        return self.growth()
-
-    def restore(self, step: Step) -> None:
+    def restore(self, step: Growth) -> None:
         """Take a step of a gateway before this one."""
-        samples = self.reply.samples
-        match step:
-            case Prompt(_, token_ids):
-                self.reply, self._has_prompt = Reply(array("i", token_ids).tolist(), samples), True
-            case Restart(_, index):
-                self.reply.samples = [sample for sample in samples if sample.index != index]
-            case Growth(_, index, choice):
-                sample = next((one for one in samples if one.index == index), None)
-                if sample is None:
-                    sample = Sample(index)
-                    samples.append(sample)
-                    if not self._is_given:
-                        sample.prompt = encoded(self.reply.prompt)
-                sample.restore(orjson.loads(choice))
-                self._recorded[index] = recorded = self._of(sample)
-                recorded.growth()  # the record has it
+        if step.begins:
+            self.drop(step.sample)
+            self.reply.samples.append(Sample(step.sample))
+        (sample,) = [one for one in self.reply.samples if one.index == step.sample]
+        sample.restore(step.parts, step.spans, step.kv_versions, step.inexact, decoded(step.end) if step.end else None)
+        self._of(sample).note()
+
+    def drop(self, index: int) -> None:
+        """Forget what was made of a sample."""
+        others = [sample for sample in self.reply.samples if sample.index != index]
+        self.reply = Reply(self.reply.prompt, others)

@@ -13,7 +13,7 @@ from engines.errors import InvalidRequest
 from gateway.dialects.completions import CompletionPrompt, Completions
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
-from gateway.dialects.submissions.frames import Restart, Step
+from gateway.dialects.submissions.frames import Growth
 from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.fleet.placement.sessions import session_key
@@ -90,14 +90,14 @@ class GroupRun:
         self.num_bytes, self.task = 0, None
         vars(self).pop("made", None)
 
-    def restore(self, step: Step) -> None:
+    def restore(self, step: Growth) -> None:
         """Take what a gateway before this one has made."""
         self.made.restore(step)
         self.num_bytes = self.made.num_bytes
 
     def restore_end(self, index: int, *, is_good: bool) -> None:
         """Note a sample that a gateway before this one has ended."""
-        self.restore(Restart(self.index, index))
+        self.made.drop(index)
         self.made.done.add(index)
         self.num_good += is_good
 

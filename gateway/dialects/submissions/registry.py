@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 
 import msgspec
 import orjson
@@ -23,7 +24,7 @@ from gateway.api import GONE, body_of, error_body
 from gateway.config.schema import SubmissionsConfig
 from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
-from gateway.dialects.submissions.frames import Head, read_head, read_step
+from gateway.dialects.submissions.frames import Head, read_head, read_steps
 from gateway.dialects.submissions.group_run import GroupRun, Outcome, decoded
 from gateway.dialects.submissions.submission import Counts, Submission
 from gateway.dialects.submissions.words import Group
@@ -76,7 +77,6 @@ class Submissions:
             "submissions": sum(not one.is_released for one in kept),
             "open": sum(not one.is_ended for one in kept),
             "kept_bytes": sum(one.num_bytes for one in kept),
-            "unwritten_samples": sum(one.num_unwritten for one in kept),
         }
 
     @property
@@ -156,7 +156,7 @@ class Submissions:
         """Stop all groups, which a later gateway goes on with."""
         tasks = [submission.task for submission in self._kept.values() if submission.task]
         for submission in self._kept.values():
-            submission.write_growth()
+            submission.record.write_growth()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,7 +195,7 @@ class Submissions:
 
     async def _run_groups(self, submission: Submission, *, is_new: bool) -> None:
         if is_new:
-            submission.write()
+            submission.write(msgspec.json.encode([run.group for run in submission.runs]))
             await submission.opened.wait()
         age_s = max(0.0, time.time() - submission.head.began)
         async with asyncio.TaskGroup() as group:
@@ -262,8 +262,6 @@ class Submissions:
                 await self._stop(submission, None, f"older than {_MAX_AGE_S:g} s")
             elif not submission.is_ended and quiet_s > _ABANDONED_AFTER_S:
                 await self._stop(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
-            elif submission.is_bloated:
-                submission.write()
         for owner, size in self._bytes_by_owner().items():
             if size > self._config.max_bytes:
                 self._forget_oldest(owner, size - self._config.max_bytes)
@@ -292,18 +290,9 @@ class Submissions:
 
     # Ledger
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._running)
-
-    def write_news(self) -> None:
-        for submission in self._running:
-            if not submission.record.num_writing:
-                submission.write_growth()
-
     def bring_back(self, left: Sequence[Left]) -> None:
         for one in left:
-            record = Record(self._ledger, one.name, one.num_bytes)
+            record = Record(self._ledger, one.name)
             try:
                 self._restore(record, read_head(one.frames[0]), one.frames[1:])
             except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -314,11 +303,11 @@ class Submissions:
                 work = self._live(submission, is_new=False)
                 submission.task = asyncio.create_task(work, name=f"submission {submission.id}")
 
-    def _restore(self, record: Record, head: Head, steps: Sequence[bytes]) -> None:
+    def _restore(self, record: Record, head: Head, frames: Sequence[bytes]) -> None:
         groups = msgspec.json.decode(head.groups or b"[]", type=list[Group])
         submission = self._made(head, groups, record)
         try:
-            submission.restore(map(read_step, steps))
+            submission.restore(chain.from_iterable(map(read_steps, frames)))
         except BaseException:
             del self._kept[head.owner, head.id]
             raise

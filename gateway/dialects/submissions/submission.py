@@ -14,17 +14,7 @@ import msgspec
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownCursor
 from gateway.dialects.sample import ABORT, UNSCORED, Sample
-from gateway.dialects.submissions.frames import (
-    OF_GROUP,
-    OF_SUBMISSION,
-    Ack,
-    Event,
-    Growth,
-    Head,
-    Prompt,
-    Restart,
-    Step,
-)
+from gateway.dialects.submissions.frames import OF_GROUP, OF_SUBMISSION, Ack, Event, Growth, Head, Step
 from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
 from gateway.dialects.submissions.words import Group
 from gateway.fleet.metrics import Deliveries, Metrics
@@ -35,7 +25,6 @@ _LIFE_BITS = 20
 _ENDED = "ended"
 _AT_ONCE = 256  # events
 _BYTES_AT_ONCE = 1 << 18
-_SURPLUS_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -63,6 +52,7 @@ class Submission:
     def __init__(self, head: Head, groups: Sequence[Group], record: Record, counts: Counts, life: int) -> None:
         self.head = msgspec.structs.replace(head, groups=b"")
         self.record, self.life = record, life
+        record.growth_of = self._growth_of
         self.owner, self.id = head.owner, head.id
         self.acked = head.acked
         self.outcomes: dict[int, str] = {}
@@ -77,11 +67,9 @@ class Submission:
         self._event_bytes = 0
         self._body_bytes = sum(group.num_bytes for group in groups)
         self._events: list[Event] = []
-        self._marks: list[Event] = []  # events that were acked, without their content
         self._last = 0
         self._durable = 0
         self._news = asyncio.Event()
-        self._grown: dict[int, None] = {}  # groups
         self._counts = counts
 
     # State
@@ -95,16 +83,6 @@ class Submission:
     def num_bytes(self) -> int:
         """Size of what is kept for clients, of the groups, and of open samples."""
         return self._body_bytes + self._event_bytes + sum(run.num_bytes for run in self.runs)
-
-    @property
-    def num_unwritten(self) -> int:
-        """Groups with open samples, and writes on their way, that the ledger lacks."""
-        return len(self._grown) + self.record.num_writing
-
-    @property
-    def is_bloated(self) -> bool:
-        """True where most of its record is of no use any more."""
-        return self.record.has_doubled and self.record.num_bytes > 2 * self.num_bytes + _SURPLUS_BYTES
 
     @property
     def is_acked(self) -> bool:
@@ -128,32 +106,17 @@ class Submission:
 
     # Writes
 
-    def write(self) -> None:
-        """Write the submission, with all that it has, as a new record."""
-        groups = [] if self.is_released else [run.group for run in self.runs]
-        body = msgspec.json.encode(groups) if groups else b""
-        head = msgspec.structs.replace(self.head, acked=self.acked, groups=body)
-        self.record.begin([head, *self._steps()], self.opened.set)
+    def write(self, groups: bytes) -> None:
+        """Begin the record, with its groups in JSON."""
+        self.record.begin(msgspec.structs.replace(self.head, acked=self.acked, groups=groups), self.opened.set)
 
-    def _steps(self) -> list[Step]:
-        self._grown.clear()
-        steps: list[Step] = [*self._marks, *self._events]
-        for run in self.runs:
-            if run.num_bytes and run.index not in self.outcomes:
-                steps += run.made.everything()
-        return steps
-
-    def write_growth(self) -> None:
-        """Write the tokens that open samples have got since the last call."""
-        grown, self._grown = self._grown, {}
-        runs = [self.runs[group] for group in grown if group not in self.outcomes]
-        if steps := [step for run in runs for step in run.made.growth()]:
-            self.record.add(*steps)
+    def _growth_of(self, group: int) -> list[Growth]:
+        return [] if group in self.outcomes else self.runs[group].made.growth()
 
     # Events
 
     def grew(self, run: GroupRun) -> None:
-        self._grown[run.index] = None
+        self.record.grew(run.index)
 
     def ended(self, run: GroupRun, sample: Sample, reason: str) -> None:
         report = run.made.report(sample, reason)
@@ -168,7 +131,6 @@ class Submission:
             report["error"] = error
         if run.is_read_by_engine and run.prompt:
             report["prompt_token_ids"] = array("i", run.prompt).tobytes()
-        self._grown.pop(run.index, None)
         run.drop()
         self.outcomes[run.index] = outcome
         self._emit(report, run.index, OF_GROUP, outcome)
@@ -216,7 +178,7 @@ class Submission:
                 ready = self.ready(cursor)
                 if ready:
                     cursor = ready[-1].cursor
-                    yield [event.content for event in ready if event.content is not None]
+                    yield [event.content for event in ready]
                 elif (self.is_ended and cursor >= self._last) or self.is_released:
                     return
                 else:
@@ -232,7 +194,7 @@ class Submission:
         for event in self._events[start : start + _AT_ONCE]:
             if event.cursor > self._durable or num_bytes > _BYTES_AT_ONCE:
                 break
-            num_bytes += len(event.content or b"")
+            num_bytes += len(event.content)
             ready.append(event)
         return ready
 
@@ -263,18 +225,16 @@ class Submission:
     def _free(self, cursor: int) -> None:
         self.acked = cursor
         place = bisect_right(self._events, cursor, key=_cursor)
-        freed = self._events[:place]
+        self._event_bytes -= sum(event.num_bytes for event in self._events[:place])
         del self._events[:place]
-        self._event_bytes -= sum(event.num_bytes for event in freed)
-        self._marks += [msgspec.structs.replace(event, content=None) for event in freed]
 
     def release(self) -> None:
         """Free all but the id and the cursor."""
         self.is_released = True
         self._event_bytes = self._body_bytes = 0
-        self.runs, self._events, self._marks = [], [], []
+        self.runs, self._events = [], []
         if self.record.is_kept:
-            self.write()
+            self.write(b"")
         self._wake()
 
     # Return
@@ -290,13 +250,10 @@ class Submission:
 
     def _take(self, step: Step) -> None:
         match step:
-            case Event(content=None):
-                self._marks.append(step)
-                self._take_end(step)
             case Event():
                 self._keep(step)
                 self._take_end(step)
-            case Prompt(group) | Growth(group) | Restart(group):
+            case Growth(group):
                 self.runs[group].restore(step)
             case Ack(cursor):
                 self._free(cursor)

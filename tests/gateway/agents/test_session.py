@@ -43,7 +43,7 @@ async def written(rig: Rig) -> None:
     """Return when the ledger has the tokens of the last call that the engines have made."""
     made = sum(len(sample.tokens) for replica in rig.replicas for sample in replica.scheduler.stalled)
     await until(lambda: record(rig, "one"), lambda got: len(got[1][-1]["token_ids"]) >= made)
-    await until(lambda: rig.get("/status"), lambda got: not got[1]["ledger"]["unwritten_steps"])
+    await until(lambda: rig.get("/status"), lambda got: not got[1]["ledger"]["unwritten"])
 
 
 async def test_a_session_is_recorded_read_and_acked(rig: Rig) -> None:

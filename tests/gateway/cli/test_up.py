@@ -17,6 +17,7 @@ from gateway.cli.cluster.changes import changes
 from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
+from gateway.dialects.submissions.frames import Ack
 from gateway.ledger.folder import Folder
 from gateway.weights.snapshots import in_memory
 from tests.rigs.shell import NAME, NearShell, Shell
@@ -274,7 +275,7 @@ def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
     monkeypatch.setattr(down, "default_folder", {NAME: path}.__getitem__)
     ledger = Folder(path)
     for number in range(left):
-        ledger.replace(f"submission-{number}", [])
+        ledger.replace(f"submission-{number}", Ack(0))
     ledger.close()
     shell.run("up", "-c", "sim.yaml")
     done = shell.run("down")

@@ -272,8 +272,7 @@ def told(text: str, token_ids: list[int], prompt: list[int]) -> Json:
 
 
 def test_tokens_that_were_left_out_of_the_rests_prompt_are_left_out_of_the_whole() -> None:
-    sample = Sample(3)
-    sample.restore(told("ab\N{REPLACEMENT CHARACTER}", [1, 2, 3], [9]))
+    sample = Sample.of(told("ab\N{REPLACEMENT CHARACTER}", [1, 2, 3], [9]))
     sample.keep()
     sample.begin(of_version(1))
     sample.num_read = 2

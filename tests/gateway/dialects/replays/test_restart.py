@@ -35,7 +35,7 @@ async def check_begins_again(start_rig: StartRig, rig: Rig) -> None:
 
 
 def has_all_of_a_batch(ledger: Json) -> bool:
-    return (ledger["batches"], ledger["unwritten_batches"]) == (1, 0)
+    return (ledger["batches"], ledger["unwritten"]) == (1, 0)
 
 
 async def test_a_replay_after_a_restart_adopts_the_batch_with_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.dialects.submissions import registry
-from gateway.ledger import writer
+from gateway.ledger import ledger
 from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
-from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, submitted
+from tests.rigs.submissions import GROUP, detached, of_type, outcomes, read, submitted
 
 LENGTH = 60
 GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(6)]
@@ -27,13 +26,13 @@ async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
 
 async def written(rig: Rig) -> None:
     """Return when the ledger has all tokens that the gateway has."""
-    await until(lambda: rig.get("/status"), lambda got: not got[1]["ledger"]["unwritten_samples"])
+    await until(lambda: rig.get("/status"), lambda got: not got[1]["ledger"]["unwritten"])
 
 
 async def test_a_kill_right_after_a_cancellation_brings_nothing_back(
     start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_LINGER_S", 0.3)
+    monkeypatch.setattr(ledger, "_LINGER_S", 0.3)
     submitting = asyncio.create_task(detached(kept_rig, "one", GROUPS))
     await kept_rig.begun(samples=12)
     await submitting
@@ -101,24 +100,3 @@ async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig:
     spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
     assert spans[0] == (0, 0, 4)
     assert spans[-1][2] == 8
-
-
-async def test_a_long_submission_whose_events_are_acked_takes_little_of_the_disk(
-    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_BOUNDS_S", 0.05)
-    rig = await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
-    rig.hurry()
-    endless = {"prompt": [5, 6, 7], "sampling": SAMPLING | {"max_tokens": 41}}
-    groups = [{"prompt": [5, 6, 7], "n": 8, "sampling": SAMPLING | {"max_tokens": 40}}] * 60
-    await rig.begun(samples=0, tokens=40)
-    await detached(rig, "one", [*groups, endless])
-    cursor = 0
-    async with rig.client.get(f"{rig.url}/v1/rollouts/one") as response:
-        await response.content.readline()
-        for _ in range(60 * 9):
-            cursor = lines(await response.content.readline())[0]["cursor"]
-    [record] = (tmp_path / "ledger").glob("submission-*")
-    assert record.stat().st_size > 1 << 17
-    await ack(rig, "one", cursor)
-    await until(lambda: record.stat().st_size <= 1 << 17)

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.dialects.sample import Sample
-from gateway.dialects.submissions.frames import Head, read_head, read_step
+from gateway.dialects.submissions.frames import Head, read_head, read_steps
 from gateway.dialects.submissions.group_run import GroupRun, Outcome
 from gateway.dialects.submissions.submission import Counts, Submission
 from gateway.dialects.submissions.words import Group
 from gateway.ledger.folder import Folder
-from gateway.ledger.ledger import Ledger, Record
-from gateway.ledger.writer import Work
+from gateway.ledger.ledger import Ledger, Record, Work
 from tests.rigs.rig import Json
 
 NUM_GROUPS, N, LENGTH = 2, 2, 4
@@ -65,9 +64,9 @@ class GatewayLife:
         head = read_head(left[0].frames[0]) if left else Head("me", "one", b"d", 0.0)
         self.submission = Submission(head, groups, record, Uncounted(), self.ledger.life)
         if left:
-            self.submission.restore(map(read_step, left[0].frames[1:]))
+            self.submission.restore(step for frame in left[0].frames[1:] for step in read_steps(frame))
         else:
-            self.submission.write()
+            self.submission.write(b"[]")
         self.ledger.commit()
 
     def kill(self) -> "GatewayLife":
@@ -85,8 +84,8 @@ class GatewayLife:
             samples.append(sample)
         place = sample.num_made
         choice: Json = {"token_ids": [token(group, index, place)], "logprobs": {"token_logprobs": [-1.0]}, "text": "x"}
-        choice |= {"index": index, "weight_versions": [{"version": 0, "start": 0, "end": place + 1}]}
-        sample.restore(choice | {"finish_reason": "length" if place + 1 == LENGTH else None})
+        sample.add_told(choice | {"index": index, "finish_reason": "length" if place + 1 == LENGTH else None})
+        sample.spans = [{"version": 0, "start": 0, "end": place + 1}]
         run._heard()
         if not run.left:
             self.submission.end_group(run, Outcome.DELIVERED)
@@ -97,7 +96,7 @@ class GatewayLife:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("make"), st.integers(0, NUM_GROUPS - 1), st.integers(0, N - 1)),
-        st.tuples(st.sampled_from(["commit", "read", "ack", "grow", "write", "kill"]), st.just(0), st.just(0)),
+        st.tuples(st.sampled_from(["commit", "read", "ack", "grow", "kill"]), st.just(0), st.just(0)),
     ),
     max_size=80,
 )
@@ -129,12 +128,10 @@ def test_each_event_is_delivered_once_whatever_is_killed_when(
             life.make(group, sample)
         elif name == "commit":
             life.ledger.commit()
-        elif name == "write":
-            life.submission.write()
         elif name == "read":
             client.read(life.submission)
         elif name == "grow":
-            life.submission.write_growth()
+            life.submission.record.write_growth()
         elif name == "ack":
             life.submission.ack(client.cursor)
         elif name == "kill":

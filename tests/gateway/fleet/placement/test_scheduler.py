@@ -186,42 +186,72 @@ def rest(prompt_tokens: int) -> Any:
     return {"goes_on": True, "prompt_tokens": prompt_tokens}
 
 
-async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortest_is_first() -> None:
+async def with_own(number: int = 8) -> Played:
+    """Return a scheduler of one replica that has rollouts of its own."""
     played = Played(1, places=100)
-    await played.submit("own")
+    for name in range(number):
+        await played.submit(f"own-{name}")
+    return played
+
+
+async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortest_is_first() -> None:
+    played = await with_own()
     for name, prompt_tokens in (("a", 3000), ("b", 2000), ("long", 1800), ("short", 1400), ("shorter", 1200)):
         await played.submit(name, **rest(prompt_tokens))
-    assert played.placed == ["own", "a", "b"]
+    assert played.placed[8:] == ["a", "b"]
     (replica,) = played.fleet.replicas
-    replica.heard(played.rollouts["own"])
+    replica.heard(played.rollouts["own-0"])
     await played.settled()
-    assert played.running == ["own", "a", "b"]
+    assert played.placed[8:] == ["a", "b"]
     replica.heard(played.rollouts["a"])
-    await played.settled()
-    assert played.running == ["own", "a", "b", "shorter", "short"]
+    await until(lambda: len(played.placed) > 10)
+    assert played.placed[10:] == ["shorter", "short"]
     await played.end("b")
-    assert played.running == ["own", "a", "shorter", "short", "long"]
+    await until(lambda: len(played.placed) > 12)
+    assert played.placed[12:] == ["long"]
+    await played.stop()
+
+
+async def test_an_engine_that_has_read_rests_decodes_for_as_long_before_it_reads_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("gateway.fleet.replica.time", SimpleNamespace(monotonic=lambda: now))
+    played = await with_own()
+    for name in ("first", "second"):
+        await played.submit(name, **rest(5000))
+    (replica,) = played.fleet.replicas
+    now = 0.02
+    replica.heard(played.rollouts["first"])
+    assert not replica.prompts.may_add
+    now = 0.04
+    await until(lambda: "second" in played.placed)
     await played.stop()
 
 
 async def test_a_rollout_whose_engine_was_lost_is_placed_and_read_as_a_rest() -> None:
-    played = Played(1, places=100)
-    for name, fields in (("own", {}), ("a", rest(5000)), ("b", rest(10))):
-        await played.submit(name, **fields)
+    played = await with_own()
+    for name, prompt_tokens in (("a", 5000), ("b", 10)):
+        await played.submit(name, **rest(prompt_tokens))
     lost = Attempts(avoid=frozenset({"another"}))
     await played.submit("lost", attempts=lost, prompt_tokens=5)
-    assert played.placed == ["own", "a"]
+    assert played.placed[8:] == ["a"]
     await played.end("a")
-    assert played.placed == ["own", "a", "lost", "b"]
+    await until(lambda: len(played.placed) > 9)
+    assert played.placed[8:] == ["a", "lost", "b"]
     await played.stop()
 
 
-async def test_rests_are_not_held_back_beside_nothing_but_rests_to_read() -> None:
+async def test_rests_are_not_held_back_where_they_are_most_of_what_an_engine_has() -> None:
     played = Played(2, places=100)
     names = [f"rest-{number}" for number in range(8)]
     for name in names:
         await played.submit(name, **rest(3000))
     assert played.placed == names
+    for replica in played.fleet.replicas:
+        replica.heard(played.rollouts[names[0]])
+    await played.submit("another", **rest(3000))
+    assert played.placed[8:] == ["another"]
     await played.stop()
 
 
@@ -243,9 +273,9 @@ async def test_rests_are_left_to_a_standby_that_wakes_and_other_rollouts_are_pla
 
 async def test_rests_do_not_wait_for_an_engine_that_reads_them_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.fleet.replica._READ_WITHIN_S", 0.01)
-    played = Played(1, places=100)
-    for name, fields in (("own", {}), ("first", rest(9000)), ("second", rest(9000))):
-        await played.submit(name, **fields)
+    played = await with_own()
+    for name in ("first", "second"):
+        await played.submit(name, **rest(9000))
     await until(lambda: "second" in played.placed)
     await played.stop()
 

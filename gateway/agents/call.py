@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from engines.reading.joining import joined
 
-from engines.chunks import Choice
+from engines.chunks import Choice, joined
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded
 from gateway.agents.history import End

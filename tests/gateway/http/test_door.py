@@ -65,7 +65,7 @@ async def test_a_head_that_cannot_be_read_is_answered_in_json_and_the_log_has_no
 async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "UNREAD_TIMEOUT_S", 0.2)
     rig = await start_rig(1)
     asked = {"prompt": [[5]] * 300, "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "return_token_ids": True}
     body, loop = orjson.dumps(asked | {"stream": stream}), asyncio.get_running_loop()

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -143,7 +144,7 @@ class Ask(ABC):
             tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, sample.num_made),
             prompt_tokens=len(read) + sample.num_made,
             goes_on=True,
-            attempts=rollout.attempts if self.before else rollout.attempts.branch(),
+            attempts=rollout.attempts if self.before else copy(rollout.attempts),  # counted by itself from here on
         )
         return replace(self, rollout=rest, read=read, before=sample)
 

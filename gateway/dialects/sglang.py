@@ -256,14 +256,6 @@ class Generation:
     asked: Asked
     prompt: CompletionPrompt
 
-    @property
-    def n(self) -> int:
-        return self.prompt.rollout.n
-
-    @property
-    def model(self) -> str:
-        return self.prompt.rollout.model
-
 
 class SglangGenerate:
     """Translates SGLang's bodies for `Completions`."""
@@ -289,10 +281,10 @@ class SglangGenerate:
         began = time.monotonic()
         with self._begun(given, self._completions.generate([given.prompt])) as task:
             await asyncio.wait([task])
-        reply = aborted_reply(given.n, self._fleet.version) if task.cancelled() else task.result()
+        reply = aborted_reply(given.prompt.rollout.n, self._fleet.version) if task.cancelled() else task.result()
         seconds, usage = time.monotonic() - began, reply.get("usage")
         answers = [answer(given.asked, choice, usage, seconds) for choice in reply["choices"]]
-        return answers if given.n > 1 else answers[0], usage or {}
+        return answers if given.prompt.rollout.n > 1 else answers[0], usage or {}
 
     @contextmanager
     def _begun(self, given: Generation, work: Coroutine[Any, Any, Any]) -> Iterator[Task]:
@@ -312,13 +304,13 @@ class SglangGenerate:
 
         A long sample is repeated when it has grown by 1/32: each token would else cost as much as all before it.
         """
-        began, samples = time.monotonic(), [Sample(index) for index in range(given.n)]
+        began, samples = time.monotonic(), [Sample(index) for index in range(given.prompt.rollout.n)]
         repeated = [0] * len(samples)
 
         def repeat(sample: Sample) -> None:
             repeated[sample.index] = sample.num_made
             reply = answer(given.asked, _so_far(sample), None, time.monotonic() - began)
-            show(reply | {"index": sample.index} if given.n > 1 else reply)
+            show(reply | {"index": sample.index} if given.prompt.rollout.n > 1 else reply)
 
         def take(chunk: Json) -> None:
             for choice in chunk["choices"]:

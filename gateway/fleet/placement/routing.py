@@ -1,9 +1,10 @@
 """Picks the replica that takes a rollout: a pure choice over the loads and versions of the replicas."""
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -14,9 +15,12 @@ from gateway.fleet.replica import Replica
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
-_LENGTHS_REMEMBERED = 100_000
+_REMEMBERED = 100_000
 _NEWEST_SHARE = 0.5
 _rank = attrgetter("rank")
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Rollout(Struct, frozen=True, kw_only=True, eq=False):
@@ -67,14 +71,26 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
         return self.min_version if self.max_staleness is None else max(self.min_version, newest - self.max_staleness)
 
 
+class Recent(OrderedDict[K, V]):
+    """The values of the `limit` keys that were noted last."""
+
+    def __init__(self, limit: int = _REMEMBERED) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def note(self, key: K, value: V) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
 class Lengths:
     """The mean number of tokens of a prompt's samples, by model, so that a batch can begin with the longest: a trainer
-    sends the same prompts epoch after epoch. The least recently delivered are forgotten beyond `limit` prompts of a
-    model."""
+    sends the same prompts epoch after epoch."""
 
-    def __init__(self, limit: int = _LENGTHS_REMEMBERED) -> None:
-        self._limit = limit
-        self._lengths: defaultdict[str, OrderedDict[int, float]] = defaultdict(OrderedDict)
+    def __init__(self) -> None:
+        self._lengths = Recent[tuple[str, int], float]()
 
     def of(self, model: str, prompt: str | list[int]) -> tuple[int, float | None]:
         """Return a hash of the prompt, and the expected tokens of a sample; None for a prompt of which nothing was
@@ -83,18 +99,13 @@ class Lengths:
             key = hash(tuple(prompt) if isinstance(prompt, list) else prompt) if prompt else 0
         except TypeError:  # an engine will refuse it
             return 0, None
-        return key, self._lengths[model].get(key)
+        return key, self._lengths.get((model, key))
 
     def delivered(self, model: str, key: int, tokens: float) -> None:
         """Note the mean length of samples; what was known counts for a half."""
-        if not key:
-            return
-        lengths = self._lengths[model]
-        before = lengths.get(key, tokens)
-        lengths[key] = before + _NEWEST_SHARE * (tokens - before)
-        lengths.move_to_end(key)
-        if len(lengths) > self._limit:
-            lengths.popitem(last=False)
+        if key:
+            before = self._lengths.get((model, key), tokens)
+            self._lengths.note((model, key), before + _NEWEST_SHARE * (tokens - before))
 
 
 def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None = None) -> Replica | None:

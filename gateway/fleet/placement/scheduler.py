@@ -28,8 +28,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.fleet.placement.attempts import RETRIED, End, end_of
-from gateway.fleet.placement.routing import Lengths, Rollout, choose
-from gateway.fleet.placement.sessions import Sessions
+from gateway.fleet.placement.routing import Lengths, Recent, Rollout, choose
 from gateway.fleet.placement.waiting import Queue, SchedulingPass, Waiter, WaitingLine
 from gateway.fleet.replica import EARLY_S, Replica
 from gateway.fleet.watch.evidence import Backoff
@@ -74,7 +73,8 @@ class Scheduler:
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
-        self.sessions = Sessions()
+        self._homes = Recent[tuple[str, str], str]()
+        """The replica of each session's last turn, by model and name."""
         self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
@@ -137,7 +137,8 @@ class Scheduler:
             ended_by: BaseException | None = None
             try:
                 replica = await self._place(rollout)
-                attempt.place(replica)
+                attempt |= {"replica": replica.replica_id, "placed": time.time()}
+                attempt["weight_versions"] = [replica.weight_version]
                 await replica.unless_lost(call(replica))
                 replica.backoff.succeeded()
                 return
@@ -150,7 +151,7 @@ class Scheduler:
                 if replica is not None:
                     replica.release(rollout, ended_by)
                     self._pump(rollout.model)
-                attempt.finish(ended_by)
+                self.history.end(attempt, replica, ended_by)
             assert replica is not None  # the wait for one raises no `EngineError`
             progressed = kept(failure)
             self._between[id(rollout)] = rollout
@@ -314,15 +315,15 @@ class Scheduler:
 
     def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> Replica | None:
         """Place a rollout on one of the replicas, if it fits there."""
-        model, session = rollout.model, rollout.session
-        home = self._fleet.find(self.sessions.home(model, session)) if session else None
+        session = rollout.model, rollout.session
+        home = self._fleet.find(self._homes.get(session, "")) if rollout.session else None
         chosen = choose(rollout, able, home)
         if chosen is not None:
-            if session:
-                self.sessions.settle(model, session, chosen.replica_id)
+            if rollout.session:
+                self._homes.note(session, chosen.replica_id)
             chosen.reserve(rollout)
             if rollout.moves:
-                chosen.prompts.reads(rollout, partial(self._pump, model))
+                chosen.prompts.reads(rollout, partial(self._pump, rollout.model))
         return chosen
 
     @staticmethod

@@ -1,9 +1,8 @@
-"""Sessions, the turns of agents: the replica that holds the prefix of each, which routing prefers."""
+"""Names of sessions, the turns of agents: the replica that holds the prefix of one is the one that routing prefers."""
 
 import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,27 +19,6 @@ _MAX_LENGTH = 256
 SESSION_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}")
 """An id that a path can have."""
 ID_RULE = "at most 256 letters, digits and _.:@+=~- make an id, the first a letter, a digit or _"
-_REMEMBERED = 100_000
-
-
-class Sessions:
-    """The replica of each session's last turn, by model and name. The least recently used are forgotten beyond
-    `limit`."""
-
-    def __init__(self, limit: int = _REMEMBERED) -> None:
-        self._limit = limit
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
-
-    def home(self, model: str, name: str) -> str:
-        """Return the id of the replica that has the session's prefix; "" for a new session."""
-        return self._homes.get((model, name), "")
-
-    def settle(self, model: str, name: str, replica_id: str) -> None:
-        """Remember where the session's newest turn was placed."""
-        self._homes[model, name] = replica_id
-        self._homes.move_to_end((model, name))
-        if len(self._homes) > self._limit:
-            self._homes.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)

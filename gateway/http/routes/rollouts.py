@@ -93,9 +93,9 @@ class RolloutRoutes:
         given = self.sglang.decode(body, request_id(request), session, request[CLIENT])
         with self.own.under_way(request, given.asked.rid):
             if body.get("stream"):
-                return await self._stream(request, given.model, partial(self.sglang.stream, given))
+                return await self._stream(request, given.prompt.rollout.model, partial(self.sglang.stream, given))
             answers, usage = await self.sglang.generate(given)
-        self.measurement.count_tokens(given.model, usage)
+        self.measurement.count_tokens(given.prompt.rollout.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:

@@ -34,8 +34,8 @@ _DEFAULT_MAX_TOKENS = 16
 class Written:
     """A reply as JSON in pieces: a choice is written when its prompt ends, and the whole is never copied.
 
-    `head` are the fields beside the choices, `ends` how each choice ended, and its versions. `seconds` are the times at
-    which the prompts ended, from the request's start.
+    `head` are the fields beside the choices, which have a comma before each. `ends` are how each choice ended, and its
+    versions. `seconds` are the times at which the prompts ended, from the request's start.
     """
 
     head: Json
@@ -45,8 +45,7 @@ class Written:
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
-        choices = [piece for choice in self.choices for piece in (b",", choice)]
-        return [encoded(self.head)[:-1] + b',"choices":[', *choices[1:], b"]}"]
+        return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[1:], b"]}"]
 
 
 @dataclass(kw_only=True)
@@ -92,10 +91,6 @@ class CompletionPrompt(Ask):
         return told | {"id": f"cmpl-{self.request_id}"}
 
 
-def _new_reply(prompt: CompletionPrompt) -> Reply:
-    return Reply(prompt.read)
-
-
 class Completions:
     """Decodes requests, runs their prompts, joins the replies."""
 
@@ -138,7 +133,7 @@ class Completions:
         return reply
 
     async def written(
-        self, prompts: Sequence[CompletionPrompt], reply_to: Callable[[CompletionPrompt], Reply] = _new_reply
+        self, prompts: Sequence[CompletionPrompt], reply_to: Callable[[CompletionPrompt], Reply] | None = None
     ) -> Written:
         """As `generate`, as JSON with values as their engines wrote them. `reply_to` gives the reply that is completed,
         which is not kept here."""
@@ -150,16 +145,18 @@ class Completions:
         return _joined({prompt.index: part for prompt, part in zip(turns, made, strict=True)})
 
     async def _write(
-        self, prompt: CompletionPrompt, began: float, reply_to: Callable[[CompletionPrompt], Reply]
+        self, prompt: CompletionPrompt, began: float, reply_to: Callable[[CompletionPrompt], Reply] | None
     ) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
-        reply = reply_to(prompt)
+        reply = Reply(prompt.read) if reply_to is None else reply_to(prompt)
         await self._runner.run(prompt, reply)
         self._runner.count_missing(reply.num_unscored)
         head = prompt.as_asked(prompt.told(reply))
-        choices = list(map(encoded, head.pop("choices")))
-        ends: list[End] = [(sample.reason, sample.spans) for sample in reply.samples]
-        return Written(head, choices, ends, [time.monotonic() - began])
+        written = Written(head, [], [], [time.monotonic() - began])
+        for sample, choice in zip(reply.samples, head.pop("choices"), strict=True):
+            written.choices += b",", encoded(choice)
+            written.ends.append((sample.reason, sample.spans))
+        return written
 
 
 def _joined(parts: Mapping[int, Written]) -> Written:

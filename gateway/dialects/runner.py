@@ -109,14 +109,10 @@ class Ask(ABC):
     def bare_head(self) -> Json:
         """What is beside the choices of a reply that no engine has begun."""
 
-    def head(self, reply: Reply) -> Json:
-        """What a reply has beside its choices."""
-        return (reply.head or self.bare_head()) | {"usage": reply.usage}
-
     def told(self, reply: Reply) -> Json:
         """A reply whose samples are told whole."""
-        bare = self.bare()
-        return self.head(reply) | {"choices": [sample.told(bare) for sample in reply.samples]}
+        bare, head = self.bare(), reply.head or self.bare_head()
+        return {**head, "usage": reply.usage, "choices": [sample.told(bare) for sample in reply.samples]}
 
     def as_asked(self, told: Json) -> Json:
         """A reply or chunk with what its client has asked for, by the names that it knows."""

@@ -137,7 +137,7 @@ class Scheduler:
             ended_by: BaseException | None = None
             try:
                 replica = await self._place(rollout)
-                attempt |= {"replica": replica.replica_id, "placed": time.time()}
+                attempt |= {"replica": replica.info.replica_id, "placed": time.time()}
                 attempt["weight_versions"] = [replica.weight_version]
                 await replica.unless_lost(call(replica))
                 replica.backoff.succeeded()

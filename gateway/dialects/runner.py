@@ -192,7 +192,7 @@ class Runner:
         try:
             await together(self.run(ask, reply, partial(shown, ask)) for ask, reply in turns)
         finally:
-            usages += [reply.usage for _, reply in turns if reply.head or not reply.open]
+            usages += [reply.usage for _, reply in turns if reply.head or (reply.samples and not reply.open)]
         if wants_usage(body):
             ask, reply = turns[0]
             show(ask.as_asked({**(reply.head or ask.bare_head()), "choices": []}) | {"usage": total_usage(usages)})

@@ -3,17 +3,19 @@
 A whole reply is one chunk.
 """
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from engines.raw_json import EMPTY, NULL, decoded, encoded, fields_of, list_of, opened
+from engines.raw_json import EMPTY, NULL, decoded, encoded, fields_of, joined_lists, list_of, opened
 
 Json = dict[str, Any]
 
 OFFSETS = "text_offset"
+_NULL = bytes(NULL)
 _BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
 
 
@@ -39,7 +41,7 @@ class Choice(Struct, array_like=True, gc=False):
         token_ids, scores = list_of(read.token_ids), None
         num_tokens = 0 if token_ids is None or token_ids == EMPTY else token_ids.count(b",") + 1
         if read.logprobs is not None:
-            scores = {key: list_of(value) or bytes(NULL) for key, value in read.logprobs.items()}
+            scores = {key: list_of(value) or _NULL for key, value in read.logprobs.items()}
         return cls(
             read.index, read.finish_reason, read.text, token_ids, num_tokens, list_of(read.prompt_token_ids),
             scores, num_unscored(scores, num_tokens) if scores else 0, read.weight_versions, read.delta, written,
@@ -94,6 +96,23 @@ class Chunk(Struct, array_like=True, gc=False):
         written = [event] if len(chunk.choices) == 1 else map(encoded, _fields_of_choices(fields_of(event)["choices"]))
         return cls(list(map(Choice.of, chunk.choices, written)), chunk.usage, chunk.prompt_token_ids, event)
 
+    @classmethod
+    def joined(cls, chunks: Sequence["Chunk"], ends: dict[int, int]) -> "Chunk":
+        """Return chunks as one. `ends` are those of the names of tokens in the chunks before, by choice: engines count
+        places from the start of a chunk, or from the text before it. Deltas of conversations are not joined: their
+        tokens are, of which an engine makes the message."""
+        by_index: dict[int, list[Choice]] = {}
+        for chunk in chunks:
+            for choice in chunk.choices:
+                by_index.setdefault(choice.index, []).append(choice)
+        choices = list(map(joined, by_index.values()))
+        for choice in choices:
+            if (scores := choice.logprobs) is not None and OFFSETS in scores:
+                scores[OFFSETS], ends[choice.index] = offsets_of(scores["tokens"], ends.get(choice.index, 0))
+        usage = next((chunk.usage for chunk in reversed(chunks) if chunk.usage), None)
+        read = next((chunk.prompt_token_ids for chunk in chunks if chunk.prompt_token_ids), None)
+        return cls(choices, usage, read, chunks[0].written)
+
     @property
     def head(self) -> Json:
         """The fields beside the choices."""
@@ -111,6 +130,34 @@ class Chunk(Struct, array_like=True, gc=False):
     def decoded(self) -> Json:
         """The chunk as its engine wrote it, decoded."""
         return self.head | {"choices": [opened(choice.fields()) for choice in self.choices], "usage": self.usage}
+
+
+def joined(choices: list[Choice]) -> Choice:
+    """The choices of one sample as one."""
+    last = choices[-1]
+    if len(choices) == 1:
+        return last
+    texts = [choice.text for choice in choices if choice.text is not None]
+    whole = Choice(last.index, last.finish_reason, "".join(texts) if texts else None, written=last.written)
+    if ids := [choice.token_ids for choice in choices if choice.token_ids is not None]:
+        whole.token_ids = joined_lists(ids)
+    whole.logprobs = _joined_scores([choice.logprobs for choice in choices if choice.logprobs])
+    for choice in choices:
+        whole.num_tokens += choice.num_tokens
+        whole.num_unscored += choice.num_unscored
+        whole.prompt_token_ids = choice.prompt_token_ids or whole.prompt_token_ids
+        whole.weight_versions = choice.weight_versions or whole.weight_versions
+    return whole
+
+
+def _joined_scores(scores: list[dict[str, bytes]]) -> dict[str, bytes] | None:
+    if len(scores) < 2:
+        return scores[0] if scores else None
+    joined = {}
+    for key in dict.fromkeys(chain(*scores)):
+        lists = [one for score in scores if (one := score.get(key, _NULL)) != _NULL]
+        joined[key] = joined_lists(lists) if lists else _NULL
+    return joined
 
 
 def num_unscored(scores: dict[str, Any], made: int) -> int:

@@ -6,16 +6,16 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import replace
 
 import orjson
 import structlog
 
 from engines.chunks import Chunk
-from engines.engine import Engine
+from engines.engine import Engine, Json, Take
 from engines.errors import EngineFailed, RolloutGatewayError
-from engines.reading.joining import Joining
-from engines.reading.reader import read
+from engines.raw_json import NO_JSON
 from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 from engines.types import ReplicaInfo
@@ -112,25 +112,22 @@ class ReaderServer:
 
 
 class _Telling:
-    """Tells a gateway the chunks of one reply: as they come, or joined."""
+    """Tells a gateway the chunks of one reply: as they come, or joined, so that a long reply costs it little."""
 
     def __init__(self, wire: Connected, ask: Ask) -> None:
         self._wire, self._ask = wire, ask
-        self._joining = Joining()
         self._ready: list[Chunk] = []
+        self._ends: dict[int, int] = {}
         self._has_begun = False
         self._timer: asyncio.Handle | None = None
 
     def take(self, chunks: list[Chunk]) -> None:
         """Take chunks that came together. They are told once the engine's block is read, where the reply may end too;
         chunks that are joined with a sample's end, but the first of them soon."""
-        is_due = not self._ask.joins
-        if is_due:
-            self._ready += chunks
-        for chunk in chunks if self._ask.joins else ():
-            is_due = self._joining.take(chunk) or is_due
+        self._ready += chunks
+        choices = (choice for chunk in chunks for choice in chunk.choices)
         loop = asyncio.get_running_loop()
-        if is_due:
+        if not self._ask.joins or any(choice.finish_reason is not None for choice in choices):
             self.close()
             self._timer = loop.call_soon(self.tell)
         elif self._timer is None:
@@ -143,7 +140,9 @@ class _Telling:
 
     def rest(self) -> list[Chunk]:
         """What was not told."""
-        chunks, self._ready = self._ready or self._joining.told(), []
+        chunks, self._ready = self._ready, []
+        if chunks and self._ask.joins:
+            chunks = [Chunk.joined(chunks, self._ends)]
         for chunk in chunks:
             chunk.shed(has_head=not self._has_begun)
             self._has_begun = True
@@ -153,6 +152,27 @@ class _Telling:
         """Tell no more, also where the request was cancelled."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+async def read(engine: Engine, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool) -> None:
+    """Ask an engine; have `take` get its chunks. Return at the reply's end, which is one chunk with `is_whole`.
+
+    Raises the errors of `Engine`, and `EngineFailed` for a chunk without readable choices.
+    """
+    if is_whole:
+        take([_chunk(engine, await engine.reply(path, body, timeout_s))])
+        return
+    async with aclosing(engine.events(path, body, timeout_s)) as blocks:
+        async for events in blocks:
+            take([_chunk(engine, event) for event in events])
+
+
+def _chunk(engine: Engine, event: bytes) -> Chunk:
+    try:
+        return Chunk.read(event)
+    except NO_JSON as error:
+        reason = f"its chunk is {event!r:.200}, without readable choices: {error}"
+        raise EngineFailed(reason, replica_id=engine.replica_id) from error
 
 
 class ReaderThread:

@@ -23,8 +23,6 @@ R = TypeVar("R")
 
 _LENGTH_BYTES = 4
 _LONGEST_BYTES = 1 << 30
-# What the other process has not read: it stands still.
-_MOST_UNREAD_BYTES = 1 << 30
 _BUFFER_BYTES = 1 << 18
 
 
@@ -108,8 +106,6 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
     def send(self, message: S) -> None:
         """Have a message leave at the end of this turn; none leaves a connection that has ended."""
         content = self._encode(message)
-        if len(content) > _LONGEST_BYTES:
-            raise ValueError(f"a {type(message).__name__} of {len(content)} bytes: at most {_LONGEST_BYTES}")
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
         self._waiting += (len(content).to_bytes(_LENGTH_BYTES, "big"), content)
@@ -117,8 +113,6 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
     def _flush(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(self._waiting)
-            if self._transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
-                self._break("the other end reads nothing")
         self._waiting = []
 
     def close(self) -> None:
@@ -152,15 +146,12 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
                     return
                 begin = end
                 self._received(self, message)
-            if begin or size != len(self._buffer):
-                self._make_room(came[begin:], size)
-
-    def _make_room(self, begun: memoryview, size: int) -> None:
-        """Keep the beginning of a message in a buffer of `size` bytes."""
-        self._came = len(begun)
-        if len(self._buffer) != size:
-            self._buffer = bytearray(size)
-        memoryview(self._buffer)[: self._came] = begun
+        if begin or size != len(self._buffer):  # keep the beginning of a message
+            begun = self._buffer[begin : self._came]
+            if size != len(self._buffer):
+                self._buffer = bytearray(size)
+            self._came = len(begun)
+            self._buffer[: self._came] = begun
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._ended(self)

@@ -15,10 +15,10 @@ from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Answer, Caller, Turn, chat_request
-from gateway.dialects.chat import Chat
+from gateway.dialects.chat import Chat, Conversation
 from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.sample import Reply
-from gateway.dialects.token_generation import TokenGeneration, lacking
+from gateway.dialects.token_generation import TokenGeneration, TokenPrompt, lacking
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.routing import Rollout
 
@@ -51,13 +51,13 @@ class Turns:
         history = session.history if session else History(lambda _: array("i"))
         prompt, chat = await history.prompt(turn, self.tails), chat_request(turn)
         if prompt is None:
-            rollout, reply = self.chat.decode(chat, caller.request_id, caller.placement), None
-            make = partial(self._chatted, rollout, chat)
+            conversation, reply = self.chat.decode(chat, caller.request_id, caller.placement), None
+            rollout, make = conversation.rollout, partial(self._chatted, conversation)
         else:
             body = _body(turn, prompt, session)
-            rollout = self.tokens.decode(body, caller.request_id, caller.placement, caller.client)
+            asked = self.tokens.decode(body, caller.request_id, caller.placement, caller.client)
             reply = Reply(prompt.token_ids)
-            make = partial(self._generated, rollout, chat, body, reply)
+            rollout, make = asked.rollout, partial(self._generated, asked, chat, reply)
         begun()
         if session is None:
             return self._told(turn, answer_id, rollout, *await make())
@@ -84,21 +84,21 @@ class Turns:
             num_tokens=usage.get("completion_tokens") or 0,
         )
 
-    async def _chatted(self, rollout: Rollout, chat: Json) -> tuple[Json, Json]:
+    async def _chatted(self, conversation: Conversation) -> tuple[Json, Json]:
         """Return the choice of a conversation, and the usage."""
-        told = await self.chat.generate(rollout, chat)
+        told = await self.chat.generate(conversation)
         return opened(told["choices"][0]), opened(told.get("usage")) or {}
 
-    async def _generated(self, rollout: Rollout, chat: Json, body: Json, reply: Reply) -> tuple[Json, Json]:
+    async def _generated(self, asked: TokenPrompt, chat: Json, reply: Reply) -> tuple[Json, Json]:
         """Return the choice of token ids, with its message, and the usage."""
-        await self.tokens.make(rollout, body, reply)
+        await self.tokens.make(asked, reply)
         [sample] = reply.samples
         last = sample.last
         ends = {"finish_reason": sample.reason, "stop_reason": opened(last.get("stop_reason"))}
         # Of tokens that were read again by another engine it tells other experts than those that sampled them.
         routed = None if sample.is_resumed else opened(last.get("routed_experts"))
         choice = {"index": 0, "token_ids": sample.token_ids, "routed_experts": routed, **ends, **sample.marks()}
-        return choice | {"message": await self.rendering.message(chat, body["token_ids"], choice)}, reply.usage
+        return choice | {"message": await self.rendering.message(chat, asked.body["token_ids"], choice)}, reply.usage
 
 
 def _body(turn: Turn, prompt: Prompt, session: Session | None) -> Json:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,35 +10,32 @@ from typing import Any
 import orjson
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import EngineRefused, InvalidRequest
 from engines.raw_json import encoded
-from gateway.config.schema import GatewayConfig
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
-from gateway.dialects.runner import Runner
+from gateway.dialects.resumption import rest_sampling, whole_characters
+from gateway.dialects.runner import Ask, Runner, longest_first
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import MAX_PROMPTS, check_sampling
-from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
+from gateway.dialects.sampling import MAX_PROMPTS, Terms, check_room, check_sampling, common_room
+from gateway.dialects.streams import total_usage
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import End
-from gateway.fleet.placement.lengths import prompt_key
+from gateway.fleet.replica import Replica
 
+PATH = "/v1/completions"
+
+_ASK_TIMEOUT_S = 60.0
 _CHARACTERS_PER_TOKEN = 4
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
-
-
-def _new_reply(prompt: CompletionPrompt) -> Reply:
-    return Reply(prompt.read)
 
 
 @dataclass(slots=True)
 class Written:
     """A reply as JSON in pieces: a choice is written when its prompt ends, and the whole is never copied.
 
-    `head` are the fields beside the choices, `ends` how each choice ended, and its versions. `seconds` are the times at
-    which the prompts ended, from the request's start.
+    `head` are the fields beside the choices, which have a comma before each. `ends` are how each choice ended, and its
+    versions. `seconds` are the times at which the prompts ended, from the request's start.
     """
 
     head: Json
@@ -48,16 +45,59 @@ class Written:
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
-        return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[:-1], b"}]}"]
+        return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[1:], b"]}"]
+
+
+@dataclass(kw_only=True)
+class CompletionPrompt(Ask):
+    """One prompt of a request: its place there, and the body that asks one replica for its completions."""
+
+    request_id: str
+    index: int
+
+    async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
+        """With token ids if that changes nothing else: a span counts tokens. Beside them vLLM leaves out an `echo`."""
+        body = {**self.body, "return_token_ids": bool(self.body.get("return_token_ids") or not self.body.get("echo"))}
+        if (before := self.before) is not None:
+            made = before.token_ids
+            if before.text and not streams:  # an engine without a tokenizer reports no text and cannot detokenise
+                made = await whole_characters(made, partial(_detokenized, replica, self.body.get("model")))
+                before.num_read = len(made)
+            body = rest_sampling(body | {"max_tokens": self.limit, "return_token_ids": True}, made, before.index)
+            body |= {"prompt": [*(self.read or ()), *made]} if made else {}
+        return PATH, body
+
+    def named(self, error: EngineRefused) -> EngineRefused:
+        if isinstance(inner := error.body.get("error"), dict):
+            message = f"prompt[{self.index}]: {inner.get('message', '')}"
+            error.body = {**error.body, "error": {**inner, "message": message}}
+        return error
+
+    def bare(self) -> Json:
+        return {"text": "", "logprobs": None, "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": self.read}
+
+    def bare_head(self) -> Json:
+        head = {"id": f"cmpl-{self.request_id}", "object": "text_completion", "created": int(time.time())}
+        return head | {"model": self.body.get("model") or self.rollout.model}
+
+    def as_asked(self, told: Json) -> Json:
+        """Numbered as the client knows its samples, and without the token ids, which are always needed here, that it
+        did not ask for."""
+        first, shows_ids = self.index * self.rollout.n, self.body.get("return_token_ids")
+        for choice in told["choices"]:
+            choice["index"] += first
+            if not shows_ids:
+                choice |= {"token_ids": None, "prompt_token_ids": None}
+        return told | {"id": f"cmpl-{self.request_id}"}
 
 
 class Completions:
     """Decodes requests, runs their prompts, joins the replies."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, runner: Runner) -> None:
-        self._config = config
+    def __init__(self, fleet: Fleet, runner: Runner) -> None:
         self._fleet = fleet
         self._runner = runner
+        self.stream = runner.stream
 
     def decode(self, body: Json, request_id: str, session: str = "", first: int = 0) -> list[CompletionPrompt]:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt.
@@ -66,37 +106,25 @@ class Completions:
         Prompts are numbered from `first`.
         """
         n, values = check_sampling(body), _prompt_list(body)
-        terms = Terms.read(body, self._fleet, self._runner.lengths)
-        max_len = common_room(self._fleet, terms.model)
+        terms = Terms.take(body, self._fleet, self._runner.lengths)
+        room = common_room(self._fleet, terms.model)
         # As in vLLM, null is the default, and `max_completion_tokens` is of conversations.
         limit = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
-        limit = min(limit, max_len or limit)
-        rest = without_own_fields(body)
-        for own in ("prompt", "stream"):
-            rest.pop(own, None)
+        limit = min(limit, room or limit)
         prompts = []
         for index, value in enumerate(values, first):
             rollout = terms.rollout(
                 f"{request_id}-{index}",
-                prompt_key(value),
+                value,
                 n=n,
-                prompt_tokens=_checked_length(index, value, max_len, body.get("truncate_prompt_tokens")),
+                prompt_tokens=_checked_length(index, value, room, body.get("truncate_prompt_tokens")),
                 limit=limit,
                 request=request_id,
                 session=session if len(values) == 1 else "",
             )
-            prompts.append(
-                CompletionPrompt(
-                    config=self._config,
-                    request_id=request_id,
-                    index=index,
-                    rollout=rollout,
-                    body={**rest, "prompt": value},
-                    limit=limit,
-                    room=max_len,
-                    read=value if isinstance(value, list) else None,
-                )
-            )
+            read = value if isinstance(value, list) else None
+            asked: Json = {"request_id": request_id, "index": index, "limit": limit, "room": room, "read": read}
+            prompts.append(CompletionPrompt(rollout=rollout, body={**body, "prompt": value}, **asked))
         return prompts
 
     async def generate(self, prompts: Sequence[CompletionPrompt]) -> Json:
@@ -105,62 +133,43 @@ class Completions:
         return reply
 
     async def written(
-        self, prompts: Sequence[CompletionPrompt], reply_to: Callable[[CompletionPrompt], Reply] = _new_reply
+        self, prompts: Sequence[CompletionPrompt], reply_to: Callable[[CompletionPrompt], Reply] | None = None
     ) -> Written:
         """As `generate`, as JSON with values as their engines wrote them. `reply_to` gives the reply that is completed,
         which is not kept here."""
         began = time.monotonic()
+        if len(prompts) == 1:
+            return await self._write(prompts[0], began, reply_to)
         turns = longest_first(prompts)
         made = await together(self._write(prompt, began, reply_to) for prompt in turns)
-        parts = {prompt.index: part for prompt, part in zip(turns, made, strict=True)}
-        (first, *others), usage = [parts[prompt.index] for prompt in prompts], Usage()
-        for index, part in parts.items():
-            usage.add_chunk(index, part.head["usage"])
-        for part in others:
-            first.choices += part.choices
-            first.ends += part.ends
-            first.seconds += part.seconds
-        first.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
-        return first
+        return _joined({prompt.index: part for prompt, part in zip(turns, made, strict=True)})
 
     async def _write(
-        self, prompt: CompletionPrompt, began: float, reply_to: Callable[[CompletionPrompt], Reply]
+        self, prompt: CompletionPrompt, began: float, reply_to: Callable[[CompletionPrompt], Reply] | None
     ) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
-        reply = reply_to(prompt)
+        reply = Reply(prompt.read) if reply_to is None else reply_to(prompt)
         await self._runner.run(prompt, reply)
-        ends: list[End] = [(sample.reason, sample.spans) for sample in reply.samples]
-        written = Written(prompt.head(reply), [], ends, [time.monotonic() - began])
-        bare, first, shows_ids = prompt.bare(), prompt.first, bool(prompt.body.get("return_token_ids"))
-        for sample in reply.samples:
-            written.choices += sample.written(bare, first + sample.index, shows_ids=shows_ids)
         self._runner.count_missing(reply.num_unscored)
+        head = prompt.as_asked(prompt.told(reply))
+        written = Written(head, [], [], [time.monotonic() - began])
+        for sample, choice in zip(reply.samples, head.pop("choices"), strict=True):
+            written.choices += b",", encoded(choice)
+            written.ends.append((sample.reason, sample.spans))
         return written
 
-    async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
-        """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up
-        `usage`."""
-        turns = [(prompt, Reply(prompt.read)) for prompt in longest_first(prompts)]
-        last = Json()
 
-        def shown(prompt: CompletionPrompt, chunk: Json) -> None:
-            nonlocal last
-            last = chunk | {"id": f"cmpl-{prompt.request_id}"}
-            usage.add_chunk(prompt.index, chunk.get("usage"))
-            if chunk["choices"]:
-                _as_asked(chunk["choices"], prompt)
-                show(with_usage_rule(last, prompt.body))
-
-        await together(self._runner.run(prompt, reply, partial(shown, prompt)) for prompt, reply in turns)
-        for prompt, reply in turns:  # an engine that died has not told its count
-            usage.add_chunk(prompt.index, reply.usage)
-        if wants_usage(turns[0][0].body):
-            show({**last, "choices": [], "usage": usage.total()})
-
-
-def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
-    """The order in which the prompts of one request take their turns."""
-    return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
+def _joined(parts: Mapping[int, Written]) -> Written:
+    """The replies of several prompts, by their places, as one."""
+    whole = Written({}, [], [], [])
+    usages = [part.head["usage"] for part in parts.values()]
+    for _, part in sorted(parts.items()):
+        whole.head = whole.head or part.head
+        whole.choices += part.choices
+        whole.ends += part.ends
+        whole.seconds += part.seconds
+    whole.head["usage"] = total_usage(usages)
+    return whole
 
 
 def _prompt_list(body: Json) -> list[Any]:
@@ -196,11 +205,6 @@ def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> i
     return check_room(f"prompt[{index}]", len(value), max_len)
 
 
-def _as_asked(choices: Iterable[Json], prompt: CompletionPrompt) -> None:
-    """Make choices those that the client knows: numbered, and without the token ids, which are always needed here, that
-    it did not ask for."""
-    first, shows_ids = prompt.first, prompt.body.get("return_token_ids")
-    for choice in choices:
-        choice["index"] += first
-        if not shows_ids:
-            choice |= {"token_ids": None, "prompt_token_ids": None}
+async def _detokenized(replica: Replica, model: str | None, token_ids: list[int]) -> str:
+    asked: dict[str, Any] = {"tokens": token_ids} | ({} if model is None else {"model": model})  # SGLang refuses null
+    return str((await replica.engine.ask("POST", "/detokenize", asked, _ASK_TIMEOUT_S))["prompt"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, UnknownModel
-from gateway.dialects.own_fields import common_room
+from gateway.dialects.sampling import common_room
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.any_replica import AnyReplica
@@ -59,8 +59,14 @@ class Rendering:
             for choice in choices
             if choice["token_ids"]  # engines refuse a choice without
         ]
-        parsed = iter(await self.derender(chat, prompt, asked) if asked else ())
-        told = [next(parsed) if choice["token_ids"] else {"message": _NO_WORDS} for choice in choices]
+        parsed: dict[int, Json] = {}
+        if asked:
+            reply = {"request_id": "", "choices": asked, "prompt_token_ids": prompt}
+            body = {"generate_response": reply, "chat_request": chat, "prompt_token_ids": prompt}
+            model = {"model": chat["model"]} if chat.get("model") is not None else {}
+            answer = await self._ask(DERENDER, chat, body | model)
+            parsed = {choice["index"]: choice for choice in answer["choices"]}
+        told = [parsed[choice["index"]] if choice["token_ids"] else {"message": _NO_WORDS} for choice in choices]
         for choice, worded in zip(choices, told, strict=True):
             stop, text = choice.get("stop_reason"), worded["message"].get("content") or ""
             if isinstance(stop, str) and stop in text and not chat.get("include_stop_str_in_output"):
@@ -68,13 +74,6 @@ class Rendering:
             elif not visible_ids(choice, chat):  # a stop token alone
                 worded["message"] = worded["message"] | {"content": ""}
         return told
-
-    async def derender(self, chat: Json, prompt: list[int], choices: Sequence[Json]) -> list[Json]:
-        """As `messages`, of all tokens that the choices have. Each has some."""
-        reply = {"request_id": "", "choices": choices, "prompt_token_ids": prompt}
-        answer = await self._ask(DERENDER, chat, {"generate_response": reply} | _beside(chat, prompt))
-        parsed = {choice["index"]: choice for choice in answer["choices"]}
-        return [parsed[choice["index"]] for choice in choices]
 
     def renders(self, chat: Json) -> bool:
         """True where an engine of the chat's model has both routes."""
@@ -127,9 +126,3 @@ def _parsed_ids(choice: Json, chat: Json) -> list[int]:
     """The tokens that are parsed; with those of a stop string, which may have other text too."""
     token_ids: list[int] = choice["token_ids"]
     return token_ids if isinstance(choice.get("stop_reason"), str) else visible_ids(choice, chat) or token_ids
-
-
-def _beside(chat: Json, prompt: list[int]) -> Json:
-    """What is beside the tokens to parse."""
-    model = {"model": chat["model"]} if chat.get("model") is not None else {}
-    return model | {"chat_request": chat, "prompt_token_ids": prompt}

@@ -21,8 +21,7 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from engines.raw_json import NO_JSON
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions, Written
+from gateway.dialects.completions import CompletionPrompt, Completions, Written
 from gateway.dialects.sample import ABORT, Reply
 from gateway.dialects.submissions.frames import BatchHead, Growth, Step, read_steps
 from gateway.dialects.submissions.group_record import GroupRecord
@@ -156,9 +155,10 @@ class Replays:
         kept = sum(batch.record.is_kept for batch in self._all)
         return {"batches": kept, "orphaned_batches": len(self._orphans)}
 
-    def has_identity(self, prompts: Sequence[CompletionPrompt]) -> bool:
-        """True for a batch; a single sample is cheap to make again."""
-        return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
+    @property
+    def are_on(self) -> bool:
+        """True where a batch waits for its replay."""
+        return self._grace_s > 0
 
     async def reply(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt], send: Send[T]) -> T:
         """Have `send` deliver the reply to a batch with the body `content`. It awaits its second argument before the

@@ -7,28 +7,28 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import Raw
 
-from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
+from engines.chunks import OFFSETS, Choice, Chunk, joined, offsets_of
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded, encoded, joined_lists, opened
-from engines.reading.joining import joined
-from gateway.dialects.resumption.features import MARK
-from gateway.dialects.spans import UNSCORED, joined_spans, stamps
+from engines.weight_label import WeightLabel
+from gateway.dialects.resumption import MARK
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Flight, Replica
 
 CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
 ABORT = "abort"
+UNSCORED = "missing_logprobs"
+"""The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
 
+_LIMITS = ("start", "end")
+_version_of = lru_cache(64)(lambda label: WeightLabel.read(label).version)
 _NO_PART = Choice(0)
-_IDS = "token_ids"
-_PROMPT = "prompt_token_ids"
 _TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -328,50 +328,16 @@ class Sample:
 
     def told(self, bare: Json) -> Json:
         """The sample as a choice of a whole reply, its lists as JSON; `bare` is one without tokens."""
-        whole = self.whole
-        told = {**self._beside_lists(bare), "index": self.index, "logprobs": whole.scores}
+        whole, end = self.whole, {"finish_reason": self.reason or CUT_OFF, "index": self.index}
+        told = {**bare, "stop_reason": None, **self.last, **self.marks(), **end, "logprobs": whole.scores}
         if "text" in told or whole.text is not None:
             told["text"] = whole.text or ""
         if self.has_ids:
-            told[_IDS] = Raw(whole.token_ids or EMPTY)
-        if self.prompt is not None and _PROMPT in told:
-            told[_PROMPT] = Raw(self.prompt)
+            told["token_ids"] = Raw(whole.token_ids or EMPTY)
+        if self.prompt is not None and "prompt_token_ids" in told:
+            told["prompt_token_ids"] = Raw(self.prompt)
         told.pop("delta", None)
         return told
-
-    def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
-        """As `told`, of text, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of
-        its prompt are null without `shows_ids`. A large list is not copied."""
-        whole = self.whole
-        lists: list[bytes] = []
-        told = {**self._beside_lists(bare), "index": index, "text": whole.text or ""}
-        if not shows_ids:
-            told[_IDS] = told[_PROMPT] = None
-        else:
-            if self.has_ids:
-                lists += b',"token_ids":', whole.token_ids or EMPTY
-                del told[_IDS]
-            if self.prompt is not None:
-                lists += b',"prompt_token_ids":', self.prompt
-                del told[_PROMPT]
-        if scores := whole.logprobs:
-            lists += chain.from_iterable(zip(_names_of(tuple(scores)), scores.values(), strict=True))
-            lists.append(b"}")
-            del told["logprobs"]
-        return [encoded(told)[:-1], *lists, b"},"]
-
-    def _beside_lists(self, bare: Json) -> Json:
-        """The choice without its text, and with lists as its last choice or `bare` has them."""
-        others = {} if self._last is None else self._last.others
-        end = {"finish_reason": self.reason or CUT_OFF}
-        return {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks(), **end}
-
-
-@lru_cache(64)
-def _names_of(keys: tuple[str, ...]) -> list[bytes]:
-    """JSON before each value of an object with these keys, which is the member `logprobs` of another."""
-    first, *others = map(encoded, keys)
-    return [b',"logprobs":{' + first + b":", *(b"," + name + b":" for name in others)]
 
 
 def _choices_of(told: Json) -> list[Choice]:
@@ -443,3 +409,63 @@ class Reply:
         made = sum(sample.num_made for sample in self.samples)
         read = usage.get("prompt_tokens") or len(self.prompt or ())
         return {**usage, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def stamps(
+    report: Sequence[Json], flight: Flight, num_tokens: int | None, adapter: Adapter | None = None
+) -> tuple[list[Json], list[int]]:
+    """The weight versions of a sample's tokens, and those of its KV. The engine's own report comes first.
+
+    An engine reports a version with its first token, so the tokens after a report are of the report's last version. Its
+    label changes at a commit, and its weights do not.
+
+    Without a report a request that met one version has one span. A request that met several has them all, without
+    limits: tokens arrive late, and the engine alone knows when it made them. `num_tokens` is None if it is unknown.
+    Call it after `Replica.vouched`.
+    """
+    spans: list[Json] = []
+    for span in report:
+        if num_tokens is not None and span["start"] >= num_tokens:
+            break
+        version = _version_of(span["version"])
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = span["end"]
+        else:
+            spans.append({**span, "version": version})
+    versions = flight.versions
+    if spans:
+        spans[-1]["end"] = spans[-1]["end"] if num_tokens is None else num_tokens
+    elif len(versions) == 1:
+        spans = [{"version": versions[0], "start": 0, "end": num_tokens}]
+    elif num_tokens != 0:
+        spans = [{"version": version, "start": None, "end": None} for version in versions]
+    kv_versions = flight.kv_versions(spans)
+    if adapter is not None:  # its tokens are of its version; a span keeps the model's own
+        for span in spans:
+            span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
+    return spans, kv_versions
+
+
+def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
+    """Spans over both parts: the first as far as `kept`, then the rest. A version without limits is named once."""
+    spans: list[Json] = []
+    cut = ({**span, "end": None if span["end"] is None else min(span["end"], kept)} for span in first if kept)
+    moved = ({**span, **{key: _plus(span[key], kept) for key in _LIMITS}} for span in rest)
+    for span in (*cut, *moved):
+        if span["end"] is not None and span["start"] >= span["end"]:
+            continue
+        if spans and _follows(span, spans[-1]):
+            spans[-1]["end"] = span["end"]
+        elif span not in spans:
+            spans.append(span)
+    return spans
+
+
+def _follows(span: Json, before: Json) -> bool:
+    """True if the same weights made both spans, one right after the other."""
+    is_next = span["start"] is not None and span["start"] == before["end"]
+    return is_next and before == {**span, **{key: before[key] for key in _LIMITS}}
+
+
+def _plus(limit: int | None, tokens: int) -> int | None:
+    return None if limit is None else limit + tokens

@@ -1,11 +1,16 @@
-"""Rules about a body's fields that the dialects share: sampling, what a replica can do, the salt of prefix caches."""
+"""Rules about a body's fields that the dialects share: sampling, freshness, room, the salt of prefix caches."""
 
+import math
 from typing import Any
 from uuid import uuid4
+
+from msgspec import Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.routing import Lengths, Rollout
 from gateway.fleet.replica import Replica
 
 _WHOLE_NUMBERS = ("n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "best_of", "seed")
@@ -74,6 +79,73 @@ def check_sampling(body: Json) -> int:
     if options and not (isinstance(options, dict) and body.get("stream")):
         raise InvalidRequest("stream_options is an object that goes with stream = true alone", param="stream_options")
     return n
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """A request's own terms, by which its prompts become rollouts."""
+
+    model: str
+    adapter: Adapter | None
+    min_version: int
+    max_staleness: int | None
+    lengths: Lengths
+
+    @classmethod
+    def take(cls, body: Json, fleet: Fleet, lengths: Lengths) -> "Terms":
+        """Read the model and take the fields that are the gateway's own, of which engines know nothing. Raise
+        `InvalidRequest` where a field is no number, or can never be met."""
+        model, adapter = fleet.asked(body.get("model") or None)
+        least, staleness = body.pop("min_version", None), body.pop("max_staleness", None)
+        for field, value in (("min_version", least), ("max_staleness", staleness)):
+            if value is not None and (type(value) is not int or value < 0):
+                raise InvalidRequest(f"{field} = {shown(value)} is no whole number of at least 0", param=field)
+        if least and least > fleet.version_of(model) and (reason := fleet.why_fixed(model)):
+            raise InvalidRequest(
+                f"min_version = {least} can never be met: {reason}; ask for {fleet.version_of(model)} or leave it out",
+                param="min_version",
+            )
+        return cls(model=model, adapter=adapter, min_version=least or 0, max_staleness=staleness, lengths=lengths)
+
+    def rollout(
+        self, request_id: str, prompt: str | list[int], *, n: int, prompt_tokens: int, limit: int, **more: Any
+    ) -> Rollout:
+        """The rollout of a prompt, which lengths are known by; "" is unlike all others. `limit` bounds them in
+        tokens."""
+        key, expected = self.lengths.of(self.model, prompt)
+        return Rollout(
+            request_id=request_id,
+            model=self.model,
+            n=n,
+            tokens=prompt_tokens + n * min(limit, math.ceil(expected or limit)),
+            prompt_tokens=prompt_tokens,
+            adapter=self.adapter,
+            min_version=self.min_version,
+            max_staleness=self.max_staleness,
+            expected=expected,
+            prompt_key=key,
+            **more,
+        )
+
+
+def common_room(fleet: Fleet, model: str) -> int | None:
+    """The smallest `max_model_len` among the replicas of a model; None where no replica reports it."""
+    room = None
+    for replica in fleet.alive_of(model):
+        length = replica.info.max_model_len
+        if length is not None and (room is None or length < room):
+            room = length
+    return room
+
+
+def check_room(name: str, length: int, room: int | None) -> int:
+    """Return the length of a prompt in tokens. Raise `InvalidRequest` where a completion has no room after it."""
+    if room is not None and length >= room:
+        raise InvalidRequest(
+            f"{name} has {length} tokens, which leaves none of max_model_len = {room} for a completion: shorten it, or "
+            "serve with a larger engine.max_model_len",
+            param=name.partition("[")[0],
+        )
+    return length
 
 
 def versioned_salt(body: Json, replica: Replica, adapter: Adapter | None) -> str:

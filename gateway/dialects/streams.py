@@ -1,7 +1,7 @@
 """The chunks of a stream, which a slow reader does not hold up, and the token counts in them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from engines.engine import Json
 
@@ -36,27 +36,17 @@ async def blocks_of(work: Streaming) -> AsyncGenerator[list[Json]]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-class Usage:
-    """Token counts over the prompts of one request."""
-
-    def __init__(self) -> None:
-        self._by_prompt: dict[int, Json] = {}
-
-    def add_chunk(self, index: int, usage: Json | None) -> None:
-        """Count prompt `index`; a later count of the same prompt replaces an earlier count."""
-        if usage:
-            self._by_prompt[index] = usage
-
-    def total(self) -> Json:
-        read = made = cached = 0
-        total: Json = {}
-        for usage in self._by_prompt.values():
-            read += usage.get("prompt_tokens") or 0
-            made += usage.get("completion_tokens") or 0
-            if details := usage.get("prompt_tokens_details"):
-                cached += details.get("cached_tokens") or 0
-                total["prompt_tokens_details"] = {"cached_tokens": cached}
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made} | total
+def total_usage(usages: Iterable[Json]) -> Json:
+    """The token counts of the prompts of one request as one."""
+    read = made = cached = 0
+    total: Json = {}
+    for usage in usages:
+        read += usage.get("prompt_tokens") or 0
+        made += usage.get("completion_tokens") or 0
+        if details := usage.get("prompt_tokens_details"):
+            cached += details.get("cached_tokens") or 0
+            total["prompt_tokens_details"] = {"cached_tokens": cached}
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made} | total
 
 
 def wants_usage(body: Json) -> bool:

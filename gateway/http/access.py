@@ -1,11 +1,19 @@
-"""Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers."""
+"""Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers.
+
+A trusted network stands for people's own programs. A page in a browser on a trusted machine, and a reverse proxy in
+front of the gateway, send other people's requests from the same address, so such requests need a key.
+"""
 
 import hashlib
-import ipaddress
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
 
 import structlog
 from aiohttp import web
@@ -13,7 +21,6 @@ from aiohttp import web
 from engines.errors import NotAllowed, RolloutGatewayError
 from gateway.api import GONE, status_of
 from gateway.config.schema import GatewayConfig
-from gateway.http.direct_peer import direct_peer
 from gateway.http.guard.keys import Keys, SessionKey
 
 log = structlog.get_logger()
@@ -25,7 +32,12 @@ SESSION: web.RequestKey[str] = web.RequestKey("session", str)
 TRUSTED = "trusted network"
 """In place of a key's name, where the client needs none."""
 
-_PEERS_REMEMBERED = 1024
+_REMEMBERED = 1024
+_OF_PROXIES = (
+    "Forwarded", "Via", "X-Real-IP", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Port", "X-Forwarded-Proto",
+)  # fmt: skip
+# Cross-site forms send these without asking the server first.
+_FORM_TYPES = ("text/plain", "multipart/form-data")
 
 
 class Routes(Protocol):
@@ -43,14 +55,16 @@ class Access:
     def __init__(self, config: GatewayConfig) -> None:
         self._trusted = tuple(config.trusted_networks)
         # Most requests come from few addresses, and to read one takes longer than all other checks.
-        self._is_in_trusted_network = lru_cache(_PEERS_REMEMBERED)(self._find_network)
+        self._is_in_trusted_network = lru_cache(_REMEMBERED)(self._find_network)
         self._inference = Keys("gateway.inference_keys", config.inference_keys)
         self._admin = Keys("gateway.admin_keys", config.admin_keys)
 
     def for_inference(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
-            key = self._key_of(request, admin=False)
-            request[CLIENT] = key if key == TRUSTED else _digest(_given(request))
+            request[CLIENT] = TRUSTED
+            if not self._trusts(request):
+                self.name_of(key := _given(request), admin=False)
+                request[CLIENT] = _digest(key)
             return await handler(request)
 
         return checked
@@ -129,8 +143,19 @@ class Access:
         return TRUSTED if self._trusts(request) else self.name_of(_given(request), admin=admin)
 
     def _trusts(self, request: web.Request) -> bool:
-        peer = direct_peer(request)
-        return bool(peer) and self._is_in_trusted_network(peer)
+        """True for a request of a trusted peer, which no page of another site and no proxy may have sent."""
+        headers, host, peer = request.headers, request.host, request.remote or ""
+        if not self._is_in_trusted_network(peer) or _has_a_foreign_host(peer, host):
+            return False
+        if any(map(headers.__contains__, _OF_PROXIES)):
+            return False
+        # Browsers name the page that sends a request, and send a form of any site without asking.
+        origin = headers.get("Origin")
+        if origin is not None and _split(origin).netloc != host:
+            return False
+        if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return False
+        return request.method == "GET" or request.content_type not in _FORM_TYPES
 
     def name_of(self, key: str, *, admin: bool) -> str:
         """Return the name of a key. Raise `NotAllowed` unless it opens the route."""
@@ -161,10 +186,8 @@ class Access:
         return True
 
     def _find_network(self, peer: str) -> bool:
-        address = ipaddress.ip_address(peer.partition("%")[0])
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
-            address = address.ipv4_mapped
-        return any(address in network for network in self._trusted)
+        address = _address_of(peer)
+        return address is not None and any(address in network for network in self._trusted)
 
 
 def has_session_key(request: web.Request) -> bool:
@@ -181,3 +204,61 @@ def _given(request: web.Request) -> str:
     """The key that a client sends; Anthropic's clients have a header of their own."""
     given = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
     return given.removeprefix("Bearer ").strip()
+
+
+@lru_cache(_REMEMBERED)
+def _has_a_foreign_host(remote: str, host: str) -> bool:
+    """A page may have its site's name resolve to a loopback address, and is then of the same site as this server."""
+    address = _address_of(remote)
+    if address is None or not address.is_loopback:
+        return False
+    name = (_split(f"//{host}").hostname or "").rstrip(".").lower()
+    return not (_address_of(name) or f".{name}".endswith(".localhost") or name in _own_names())
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; none of text that is no URL."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
+
+
+def _address_of(text: str) -> IPv4Address | IPv6Address | None:
+    """The IP address in a text, without its zone, and IPv4 as itself; None for text that is none."""
+    try:
+        found = ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _own_names() -> tuple[str, str]:
+    name = socket.gethostname().lower()
+    return name, name.partition(".")[0]
+
+
+class OwnRequests:
+    """Requests that their clients may end by id. Admin keys and trusted networks may end those of all clients."""
+
+    def __init__(self) -> None:
+        self._under_way: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def under_way(self, request: web.Request, name: str) -> Iterator[None]:
+        """Count the id as the client's while the block runs."""
+        held = request[CLIENT], name
+        self._under_way[held] += 1
+        try:
+            yield
+        finally:
+            self._under_way[held] -= 1
+            if not self._under_way[held]:
+                del self._under_way[held]
+
+    def named(self, request: web.Request, access: Access, name: str) -> list[str]:
+        """Return the clients with a request of this id under way that the client of `request` may end."""
+        if access.is_admin(request):
+            return [client for client, running in self._under_way if running == name]
+        client = request[CLIENT]
+        return [client] if (client, name) in self._under_way else []

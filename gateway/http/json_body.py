@@ -1,20 +1,34 @@
-"""JSON bodies in and out, with errors that name the fault."""
+"""Bodies in, with errors that name the fault, and out: as JSON, whole or in pieces, and as server-sent events."""
 
 import asyncio
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import accumulate
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
 import orjson
+import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from engines.errors import BodyTooLarge, InvalidRequest
-from engines.raw_json import encoded
+from engines.errors import BodyTooLarge, InvalidRequest, RolloutGatewayError
+from engines.raw_json import encoded, event
+from gateway.api import body_of, error_body
+from gateway.dialects.streams import Streaming, blocks_of
 
+log = structlog.get_logger()
+
+_JSON = {"Content-Type": "application/json"}
+_SMALL_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 18
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
 _LARGEST_INFLATED = 64 << 20
 _UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
+
+BeforeEnd = Callable[[], Awaitable[None]]
 
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
@@ -26,17 +40,19 @@ async def read_object(request: web.Request, *, required: bool = True) -> dict[st
 def as_object(content: bytes) -> dict[str, Any]:
     """Return a body as a JSON object."""
     try:
-        return _object(orjson.loads(content))
+        body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is no JSON: {error}") from error
+    return body if isinstance(body, dict) else _no_object(body)
 
 
 async def read_packed(request: web.Request) -> dict[str, Any]:
     """Return a msgpack body, whose arrays may be bytes."""
     try:
-        return _object(msgspec.msgpack.decode(await read_content(request)))
+        body = msgspec.msgpack.decode(await read_content(request))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is no msgpack: {error}") from error
+    return body if isinstance(body, dict) else _no_object(body)
 
 
 async def read_content(request: web.Request) -> bytes:
@@ -57,10 +73,8 @@ async def read_content(request: web.Request) -> bytes:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
 
 
-def _object(body: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
-    return body
+def _no_object(body: Any) -> NoReturn:
+    raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
 
 
 async def _content(request: web.Request, limit: int) -> bytes:
@@ -86,3 +100,74 @@ def reply(body: Any, status: int = 200) -> web.Response:
 def _too_large(size: int, limit: int) -> str:
     found = f"the body has {size} bytes" if size else "the body is longer"
     return f"{found} than gateway.max_body_bytes = {limit}: send fewer prompts at a time or raise the limit"
+
+
+async def send_events(request: web.Request, work: Streaming) -> web.StreamResponse:
+    """Send the chunks of a rollout as server-sent events. They are made ahead of the client: one that stops reading
+    blocks no engine and no weight update.
+
+    The head is sent with the first chunk, so that an error before it keeps its status.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        async with aclosing(blocks_of(work)) as ahead:
+            async for together in ahead:
+                for block in _blocks(map(event, together)):
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(block)
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception as error:
+        if not response.prepared:
+            raise
+        if isinstance(error, RolloutGatewayError):
+            body = body_of(error)
+        else:
+            log.exception("a stream failed in a way that was not foreseen", path=request.path)
+            body = error_body("the gateway failed; its log has the reason", 500)
+        await response.write(event(body))
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write_eof(b"data: [DONE]\n\n")
+    return response
+
+
+async def send_pieces(
+    request: web.Request, pieces: Sequence[bytes], before_end: BeforeEnd | None = None
+) -> web.StreamResponse:
+    """Send JSON in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
+    `ConnectionError` where the client is gone.
+
+    `before_end` is awaited before the last piece, without which no client takes the reply for whole.
+    """
+    response: web.StreamResponse
+    num_bytes, last = sum(map(len, pieces)), b""
+    if num_bytes < _SMALL_BYTES:
+        if before_end is not None:
+            await before_end()
+        response = web.Response(body=b"".join(pieces), headers=_JSON)
+        await response.prepare(request)
+    else:
+        response, last = web.StreamResponse(headers=_JSON), pieces[-1]
+        response.content_length = num_bytes
+        await response.prepare(request)
+        for block in _blocks(pieces[:-1]):
+            await response.write(block)
+            await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
+        if before_end is not None:
+            await before_end()
+    await response.write_eof(last)
+    return response
+
+
+def _blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Pieces in blocks of about one size."""
+    pieces, begin, num_sent = list(pieces), 0, 0
+    ends = list(accumulate(map(len, pieces)))
+    while begin < len(pieces):
+        end = max(begin + 1, bisect_right(ends, num_sent + _BLOCK_BYTES))
+        block = b"".join(pieces[begin:end])
+        for place in range(0, len(block), _BLOCK_BYTES):
+            yield block[place : place + _BLOCK_BYTES]
+        begin, num_sent = end, ends[end - 1]

@@ -1,29 +1,38 @@
 """Runs the gateway server on its own port and event loop, beside the host's."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
+import resource
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
+from ssl import SSLContext
 from typing import TypeVar
 
 import structlog
 import uvloop
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
+from engines.clients.connect import connect
+from engines.clients.external import external_engine
+from engines.engine import Engine
 from engines.errors import ConfigError
+from engines.reading.link import Link
 from engines.store.weight_store import is_kept
-from engines.types import ReplicaInfo
+from engines.types import EngineKind, ReplicaInfo
+from gateway.api import error_body
 from gateway.config.addresses import url_of
 from gateway.config.schema import Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.http.door import Door, raise_limit
-from gateway.http.engine_client import engine_client
+from gateway.http.json_body import reply
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import AUTO, in_memory
 
@@ -34,6 +43,11 @@ T = TypeVar("T")
 _START_TIMEOUT_S = 90.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _STORE_FREE_WITHIN_S = 5.0
+_KEEPALIVE_S = 900.0
+UNREAD_TIMEOUT_S = 60.0
+"""Time after which the kernel ends a connection whose client reads nothing of a reply that fills its buffer."""
+_MOST_FILES, _FEW_FILES = 1 << 20, 16_384
+_BACKLOG = 2048
 
 
 class Listener:
@@ -119,6 +133,64 @@ class Listener:
             await runner.cleanup()
 
 
+class Door(web.BaseSite):
+    """Listens for the clients of an application, with TLS where it has a context."""
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None) -> None:
+        super().__init__(runner, ssl_context=context, backlog=_BACKLOG)
+        self._address = host, port
+
+    @property
+    def name(self) -> str:
+        scheme = "https" if self._ssl_context else "http"
+        return "{}://{}:{}".format(scheme, *self._address)
+
+    async def start(self) -> None:
+        await super().start()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog
+        )
+        for listening in self._server.sockets:
+            with socket.socket(fileno=os.dup(listening.fileno())) as ours:  # uvloop's own has no options
+                ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
+
+    def _connection(self) -> "Connection":
+        assert self._runner.server is not None
+        loop = asyncio.get_running_loop()
+        return Connection(
+            self._runner.server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # there is none
+            keepalive_timeout=_KEEPALIVE_S,
+        )
+
+
+class Connection(RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a head that cannot be read, and failures outside of the application."""
+        if status >= 500:
+            self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
+        else:
+            # Without the message, which repeats lines of the head: these may have a key.
+            log.info("a request cannot be read", peer=request.remote, status=status, error=type(exc).__name__)
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another response is sent already")
+        response = reply(error_body(f"the request cannot be read: {message or exc}", status), status)
+        response.force_close()
+        return response
+
+
 async def listen(runner: web.AppRunner, gateway: GatewayConfig) -> tuple[str, int]:
     """Begin to serve an application; return the address. Raise `ConfigError` for one that cannot be bound."""
     context = gateway.tls.read() if gateway.tls.is_on else None
@@ -144,3 +216,33 @@ async def _store_is_free(config: Config) -> None:
                 f"store: set another `name` than {config.name!r}, or another folder in weights.store"
             )
         await asyncio.sleep(0.1)
+
+
+def engine_client(config: Config, info: ReplicaInfo) -> Engine:
+    """Return the client of a replica's engine, with the way to the reader beside it. A replica reports only its
+    forwarder's key; those of external servers are configured."""
+    if info.kind is EngineKind.EXTERNAL:
+        group = config.groups.get(info.group)
+        key = group.api_key if group else None
+        engine: Engine = external_engine(info, key.get_secret_value() if key else "")
+    else:
+        engine = connect(info.kind, info.replica_id, info.url, info.key, has_tee=info.has_tee)
+    engine.beside = Link(info.replica_id, info.reader, info.reader_key)
+    return engine
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard limit: each client and each request to an engine needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # beyond what the kernel allows
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft < _FEW_FILES:
+        log.warning(
+            "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",
+            limit=soft,
+        )

@@ -18,7 +18,7 @@ from engines.errors import (
     TooManyRequests,
     WeightUpdateFailed,
 )
-from engines.trace_context import TRACE_CONTEXT, trace_context
+from engines.trace_context import NO_TRACE, TRACE_CONTEXT, TRACEPARENT, trace_context
 from gateway.api import GONE, body_of, error_body, status_of
 from gateway.dialects.sampling import LONGEST_ID
 from gateway.fleet.metrics import Metrics
@@ -41,18 +41,27 @@ class Measurement:
 
     @web.middleware
     async def measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The one place where errors become replies in the client's dialect, those that nobody foresaw too. A reply
+        that has begun is cut off: a second head would be read as its content."""
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
-        status = GONE
-        request[GIVEN_ID] = _printable(request.headers.get(_ID))
-        TRACE_CONTEXT.set(trace_context(request.headers))
+        headers, response = request.headers, None
+        request[GIVEN_ID] = _printable(headers.get(_ID))
+        TRACE_CONTEXT.set(trace_context(headers) if TRACEPARENT in headers else NO_TRACE)
         try:
-            response = await _answered(request, handler)
-            status = response.status
-            return response
+            response = await handler(request)
+        except ConnectionError:
+            if request.transport is not None and not request.transport.is_closing():
+                raise
+        except Exception as error:
+            response = _answer(request, error)
+            if request.get(_HAS_BEGUN) and request.transport is not None:
+                request.transport.close()
+                response = None
         finally:
-            self._metrics.requests.inc(1, route, status)
+            self._metrics.requests.inc(1, route, GONE if response is None else response.status)
             self._metrics.request_seconds.observe(time.monotonic() - began, route)
+        return web.Response(status=GONE) if response is None else response  # nobody reads the first
 
     def count_tokens(self, model: str, usage: Json | None) -> None:
         usage = usage or {}
@@ -76,23 +85,6 @@ def request_id(request: web.Request, body: Mapping[str, Any] | None = None) -> s
 def _printable(given: object) -> str:
     is_text = isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= LONGEST_ID
     return str(given) if is_text else ""
-
-
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The one place where errors become replies in the client's dialect, those that nobody foresaw too. A reply that
-    has begun is cut off: a second head would be read as its content."""
-    try:
-        return await handler(request)
-    except ConnectionError:
-        if request.transport is not None and not request.transport.is_closing():
-            raise
-        return web.Response(status=GONE)  # nobody reads it
-    except Exception as error:
-        answer = _answer(request, error)
-    if request.get(_HAS_BEGUN) and request.transport is not None:
-        request.transport.close()
-        return web.Response(status=GONE)
-    return answer
 
 
 def _answer(request: web.Request, error: Exception) -> web.Response:

@@ -16,18 +16,17 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.rendering import Rendering
 from gateway.dialects.replays import Replays
 from gateway.dialects.runner import Runner
+from gateway.dialects.sglang import SglangGenerate
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.http.access import Access, Routes
+from gateway.http.access import Access, OwnRequests, Routes
 from gateway.http.middleware import Measurement, note_begin
-from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.agents import AgentRoutes
 from gateway.http.routes.fleet import FleetRoutes
@@ -57,12 +56,12 @@ class GatewayServer:
         self._measurement = Measurement(metrics)
         self._access = Access(config.gateway)
         self._tasks = Supervisor()
-        runner = Runner(scheduler, fleet, metrics)
-        completions = Completions(config.gateway, fleet, runner)
-        tokens = TokenGeneration(config.gateway, fleet, runner)
+        runner = Runner(config.gateway, scheduler, fleet, metrics)
+        completions = Completions(fleet, runner)
+        tokens = TokenGeneration(fleet, runner)
         any_replica = AnyReplica(fleet)
         rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
-        chat = Chat(config.gateway, fleet, runner, tokens, rendering)
+        chat = Chat(fleet, runner, tokens, rendering)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
         self._ledger = Ledger(_ledger_folder(config))

@@ -21,6 +21,8 @@ ELSEWHERE = ("sim/", "engines/inside_vllm/")
 
 ROLLOUT = ("RolloutRoutes._create_completions", "ReaderServer._answer")
 """Where a rollout begins, in the gateway and beside its engine."""
+BESIDE = "engines/reading/server.py"
+"""Runs beside the engine."""
 MESSAGE = "Wire.buffer_updated"
 """Where a message comes, in no task."""
 
@@ -146,6 +148,17 @@ async def test_files_of_a_completion_are_in_its_table_or_among_its_helpers(
     called = calls.below(*ROLLOUT)
     assert {file for file, _ in called} - rollout.files == set()
     assert rollout.helpers - {file for file, _ in called} <= REMEMBERED
+
+
+async def test_a_completion_passes_few_functions_of_few_files_in_the_gateway(start_rig: StartRig) -> None:
+    """One of eight tokens, when the gateway has answered others."""
+    rig, calls = await start_rig(num_replicas=1), Calls()
+    await rig.complete([4, 5, 6])
+    with calls.recorded():
+        await rig.complete([4, 5, 6])
+    called = {(file, name) for file, name in calls.below(ROLLOUT[0]) if file != BESIDE}
+    assert len(called) <= 120
+    assert len({file for file, _ in called}) <= 25
 
 
 async def test_functions_of_the_rollout_table_are_called(start_rig: StartRig, rollout: HotPath) -> None:

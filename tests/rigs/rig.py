@@ -20,8 +20,7 @@ from gateway.dialects.submissions.submission import Submission
 from gateway.fleet.adapter_loading import LOAD_ROUTE
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.http.engine_client import engine_client
-from gateway.http.listener import listen
+from gateway.http.listener import engine_client, listen
 from gateway.http.server import GatewayServer
 from sim.adapters import SimAdapters
 from sim.dialect import Limits

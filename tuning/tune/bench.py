@@ -14,7 +14,7 @@ from engines.engine import Engine, Json
 from engines.errors import ConfigError, DeadlineExceeded, EngineFailed
 from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
-from engines.reading.reader import read
+from engines.reading.server import read
 from engines.types import ReplicaInfo
 from tuning.tune.batch import Ask, Batch
 

@@ -5,9 +5,8 @@ from array import array
 
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, opened
-from gateway.dialects.part import Ask
-from gateway.dialects.sample import Reply, Sample
-from gateway.dialects.spans import UNSCORED
+from gateway.dialects.runner import Ask
+from gateway.dialects.sample import UNSCORED, Reply, Sample
 from gateway.dialects.submissions.frames import Growth
 
 

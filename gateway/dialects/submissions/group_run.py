@@ -10,8 +10,7 @@ from typing import Protocol
 from msgspec import structs
 
 from engines.errors import InvalidRequest
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
+from gateway.dialects.completions import CompletionPrompt, Completions
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.submissions.group_record import GroupRecord

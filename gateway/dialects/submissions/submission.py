@@ -13,8 +13,7 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownCursor
-from gateway.dialects.sample import ABORT, Sample
-from gateway.dialects.spans import UNSCORED
+from gateway.dialects.sample import ABORT, UNSCORED, Sample
 from gateway.dialects.submissions.frames import OF_GROUP, OF_SUBMISSION, Ack, Event, Growth, Head, Step
 from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
 from gateway.dialects.submissions.words import Group

@@ -1,69 +1,31 @@
 """The attempts of the last rollouts: when each waited and ran, on which replica and weights, and how it ended."""
 
 import time
-from collections import OrderedDict
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from engines.engine import Json
 from engines.errors import EngineError
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
 from gateway.fleet.placement.attempts import End, end_of
-from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.routing import Recent, Rollout
 from gateway.fleet.replica import Replica
 
 KEPT = 4096
 _ATTEMPTS_KEPT = 64
+_NOT_PLACED: Json = {
+    "queued": None, "placed": None, "ended": None, "replica": None, "weight_versions": (), "end": None, "error": None,
+}  # fmt: skip
 # What the dialects put before a request's id in their replies.
 _PREFIXES = ("cmpl-", "chatcmpl-")
 
 
-class Attempt(Struct, eq=False):
-    """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end."""
-
-    queued: float = field(default_factory=time.time)
-    replica: Replica | None = None
-    placed: float | None = None
-    ended: float | None = None
-    versions: list[int | None] = []
-    end: End | None = None
-    error: str = ""
-
-    def place(self, replica: Replica) -> None:
-        """Note the replica that has taken the rollout."""
-        self.replica, self.placed = replica, time.time()
-        self.versions.append(replica.weight_version)
-
-    def finish(self, error: BaseException | None) -> None:
-        """Note the end; `error` has ended it."""
-        self.ended, replica = time.time(), self.replica
-        if replica is not None:
-            self.versions.append(replica.weight_version)
-        if error is None:
-            self.end = End.CUT_OFF if replica is not None and replica.cuts_off else End.ANSWERED
-            return
-        cuts_off = replica is not None and isinstance(error, EngineError) and replica.is_cut_off(error)
-        self.end = end_of(error, cuts_off=cuts_off)
-        self.error = "" if self.end is End.LEFT else str(error) or repr(error)
-
-    def report(self) -> Json:
-        return {
-            "queued": self.queued,
-            "placed": self.placed,
-            "ended": self.ended,
-            "replica": self.replica and self.replica.replica_id,
-            "weight_versions": self.versions,
-            "end": self.end,
-            "error": self.error or None,
-        }
-
-
 class RolloutHistory(Struct, eq=False):
-    """One rollout and its attempts. The rest of a sample that was cut off is a rollout of its own."""
+    """One rollout and the reports of its attempts. The rest of a sample that was cut off is a rollout of its own."""
 
     rollout: Rollout
     traceparent: str | None
-    attempts: list[Attempt] = []
+    attempts: list[Json] = []
 
     def report(self) -> Json:
         rollout = self.rollout
@@ -76,7 +38,7 @@ class RolloutHistory(Struct, eq=False):
             "session": rollout.session or None,
             "goes_on": rollout.goes_on,
             "traceparent": self.traceparent,
-            "attempts": [attempt.report() for attempt in self.attempts],
+            "attempts": self.attempts,
         }
 
 
@@ -84,22 +46,34 @@ class AttemptHistory:
     """The last 4,096 rollouts, in memory."""
 
     def __init__(self) -> None:
-        self._rollouts: OrderedDict[tuple[str, str], RolloutHistory] = OrderedDict()
+        self._rollouts = Recent[tuple[str, str], RolloutHistory](KEPT)
 
-    def begin(self, rollout: Rollout) -> Attempt:
-        """Record an attempt, which begins with the wait for a replica."""
+    def begin(self, rollout: Rollout) -> Json:
+        """Record an attempt, which begins with the wait for a replica. Times are of day, in seconds; the versions are
+        those of the replica at its start and end."""
         key = rollout.owner, rollout.request_id
         found = self._rollouts.get(key)
         # A client may use an id again; the rest of a stream has the id of its beginning.
         if found is None or not (found.rollout is rollout or rollout.goes_on):
             found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
-            self._rollouts[key] = found
-            self._rollouts.move_to_end(key)
-            if len(self._rollouts) > KEPT:
-                self._rollouts.popitem(last=False)
-        found.attempts.append(attempt := Attempt())
+            self._rollouts.note(key, found)
+        attempt = {**_NOT_PLACED, "queued": time.time()}
+        found.attempts.append(attempt)
         del found.attempts[:-_ATTEMPTS_KEPT]
         return attempt
+
+    def end(self, attempt: Json, replica: Replica | None, error: BaseException | None) -> None:
+        """Note the end of an attempt; `error` has ended it."""
+        attempt["ended"] = time.time()
+        if replica is not None:
+            attempt["weight_versions"].append(replica.weight_version)
+        if error is None:
+            attempt["end"] = End.CUT_OFF if replica is not None and replica.cuts_off else End.ANSWERED
+            return
+        cuts_off = replica is not None and isinstance(error, EngineError) and replica.is_cut_off(error)
+        attempt["end"] = end = end_of(error, cuts_off=cuts_off)
+        if end is not End.LEFT:
+            attempt["error"] = str(error) or repr(error)
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""

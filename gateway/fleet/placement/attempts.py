@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from copy import copy
 from enum import StrEnum
 
 from msgspec import Struct, field
@@ -92,10 +91,6 @@ class Attempts(Struct):
             raise _as_failure(error, f"after {self.failures} attempts (gateway.max_attempts)") from error
         if self.seconds >= longest_s:
             raise _as_failure(error, f"after {self.seconds:.0f} s (gateway.generate_timeout_s)") from error
-
-    def branch(self) -> "Attempts":
-        """The attempts so far, for the rest of one sample, which is counted by itself from here on."""
-        return copy(self)
 
 
 def end_of(error: BaseException, *, cuts_off: bool) -> End:

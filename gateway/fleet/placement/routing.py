@@ -1,11 +1,13 @@
 """Picks the replica that takes a rollout: a pure choice over the loads and versions of the replicas."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import TypeVar
 
 from msgspec import Struct, field
 
-from engines.types import ReplicaInfo
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.attempts import Attempts
 from gateway.fleet.replica import Replica
@@ -13,6 +15,12 @@ from gateway.fleet.replica import Replica
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
+_REMEMBERED = 100_000
+_NEWEST_SHARE = 0.5
+_rank = attrgetter("rank")
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Rollout(Struct, frozen=True, kw_only=True, eq=False):
@@ -63,9 +71,41 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
         return self.min_version if self.max_staleness is None else max(self.min_version, newest - self.max_staleness)
 
 
-def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
-    """True if the replica's server can do what the request asks."""
-    return not rollout.needs_route or rollout.needs_route in info.capabilities
+class Recent(OrderedDict[K, V]):
+    """The values of the `limit` keys that were noted last."""
+
+    def __init__(self, limit: int = _REMEMBERED) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def note(self, key: K, value: V) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
+class Lengths:
+    """The mean number of tokens of a prompt's samples, by model, so that a batch can begin with the longest: a trainer
+    sends the same prompts epoch after epoch."""
+
+    def __init__(self) -> None:
+        self._lengths = Recent[tuple[str, int], float]()
+
+    def of(self, model: str, prompt: str | list[int]) -> tuple[int, float | None]:
+        """Return a hash of the prompt, and the expected tokens of a sample; None for a prompt of which nothing was
+        delivered. 0 is the hash of none."""
+        try:
+            key = hash(tuple(prompt) if isinstance(prompt, list) else prompt) if prompt else 0
+        except TypeError:  # an engine will refuse it
+            return 0, None
+        return key, self._lengths.get((model, key))
+
+    def delivered(self, model: str, key: int, tokens: float) -> None:
+        """Note the mean length of samples; what was known counts for a half."""
+        if key:
+            before = self._lengths.get((model, key), tokens)
+            self._lengths.note((model, key), before + _NEWEST_SHARE * (tokens - before))
 
 
 def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None = None) -> Replica | None:
@@ -77,7 +117,13 @@ def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None =
     """
     if home is not None and _is_kept(home, rollout, replicas):
         return home
-    return _least_loaded(rollout, replicas)
+    # A look at each is most of a placement's time on a large fleet, so there is one.
+    while replicas:
+        least = min(replicas, key=_rank)
+        if has_room(rollout, least):
+            return least
+        replicas = [one for one in replicas if has_room(rollout, one)]  # the fewest tokens may be of many short samples
+    return None
 
 
 def _is_kept(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bool:
@@ -96,18 +142,6 @@ def _is_overloaded(home: Replica, rollout: Rollout, replicas: Sequence[Replica])
         one.load_tokens for one in replicas if not one.load_samples or one.load_samples + n <= one.max_samples
     ]  # `has_room`
     return home.load_tokens > _OVERLOADED_SHARES * (sum(loads) / len(loads))
-
-
-def _least_loaded(rollout: Rollout, replicas: Sequence[Replica]) -> Replica | None:
-    """The choice among replicas. A look at each is most of a placement's time on a large fleet, so there is one."""
-    if not replicas:
-        return None
-    ranks = [one.rank for one in replicas]
-    least = replicas[ranks.index(min(ranks))]
-    if has_room(rollout, least):
-        return least
-    # The fewest tokens may be those of many short samples.
-    return _least_loaded(rollout, [one for one in replicas if has_room(rollout, one)])
 
 
 def has_room(rollout: Rollout, replica: Replica) -> bool:

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import structlog
 
@@ -20,7 +19,6 @@ from engines.errors import (
     EngineError,
     EngineFailed,
     EngineGone,
-    EngineRefused,
     EngineUnreachable,
     Withdrawn,
 )
@@ -30,17 +28,12 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.fleet.placement.attempts import RETRIED, End, end_of
-from gateway.fleet.placement.lengths import Lengths
-from gateway.fleet.placement.routing import Rollout, choose, is_capable
-from gateway.fleet.placement.scheduling_pass import SchedulingPass
-from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
+from gateway.fleet.placement.routing import Lengths, Recent, Rollout, choose
+from gateway.fleet.placement.waiting import Queue, SchedulingPass, Waiter, WaitingLine
 from gateway.fleet.replica import EARLY_S, Replica
 from gateway.fleet.watch.evidence import Backoff
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 # Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
 _AFTER_DEATH_S = 1.0
@@ -63,16 +56,6 @@ async def _serves_others(replica: Replica) -> bool:
     return replica.can_serve
 
 
-async def _answer(replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
-    """Return the call's result. An error that the engine answers while an update overwrites it waits for the verdict:
-    weights that are refused may be its cause, as NaN is of vLLM's 400, and it is `EngineOverwritten` then."""
-    try:
-        return await replica.unless_lost(call(replica))
-    except (EngineRefused, EngineFailed):
-        await replica.unless_lost(replica.vouched())
-        raise
-
-
 class Scheduler:
     """Runs each rollout on one replica after the other, until one delivers or there may be no further attempt.
 
@@ -90,10 +73,10 @@ class Scheduler:
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
-        self.sessions = Sessions()
+        self._homes = Recent[tuple[str, str], str]()
+        """The replica of each session's last turn, by model and name."""
         self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
-        self._able_of: dict[tuple[str, str], tuple[Sequence[Replica], Sequence[Replica]]] = {}
         self.lengths = Lengths()
         """The expected lengths of samples by their prompts."""
         self.history = AttemptHistory()
@@ -145,21 +128,20 @@ class Scheduler:
             ) from error
 
     async def run(
-        self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]], kept: Callable[[EngineError], bool]
-    ) -> T | None:
-        """The call's result from the first replica that gives one.
-
-        `kept` is True where a failed call has something that continues elsewhere; there is no result then.
-        """
+        self, rollout: Rollout, call: Callable[[Replica], Awaitable[None]], kept: Callable[[EngineError], bool]
+    ) -> None:
+        """Have the call made with one replica after the other, until it succeeds, or `kept` is True: it has failed then
+        with something that continues elsewhere."""
         while True:
             attempt, replica = self.history.begin(rollout), None
             ended_by: BaseException | None = None
             try:
                 replica = await self._place(rollout)
-                attempt.place(replica)
-                result = await _answer(replica, call)
+                attempt |= {"replica": replica.info.replica_id, "placed": time.time()}
+                attempt["weight_versions"] = [replica.weight_version]
+                await replica.unless_lost(call(replica))
                 replica.backoff.succeeded()
-                return result
+                return
             except EngineError as error:
                 failure = ended_by = error
             except BaseException as error:
@@ -169,7 +151,7 @@ class Scheduler:
                 if replica is not None:
                     replica.release(rollout, ended_by)
                     self._pump(rollout.model)
-                attempt.finish(ended_by)
+                self.history.end(attempt, replica, ended_by)
             assert replica is not None  # the wait for one raises no `EngineError`
             progressed = kept(failure)
             self._between[id(rollout)] = rollout
@@ -180,7 +162,7 @@ class Scheduler:
             finally:
                 self._between.pop(id(rollout), None)
             if progressed:
-                return None
+                return
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
         """Record the end of an attempt. Raises if there may be no further attempt.
@@ -225,7 +207,8 @@ class Scheduler:
         """Wait for a replica with room, and take it there."""
         line = self._lines[rollout.model]
         if not len(line) and not self._is_closed(rollout.model):
-            chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
+            able = self._able(rollout)
+            chosen = self._choose_and_reserve(rollout, self._wanted(rollout, able) if rollout.attempts.avoid else able)
             if chosen is not None:
                 self._metrics.queue_seconds.observe(0.0, rollout.model)
                 return chosen
@@ -318,7 +301,7 @@ class Scheduler:
     ) -> None:
         """Place a rollout on one of the replicas with room, or reserve one of those that it could go to."""
         rollout, able = waiter.rollout, this_pass.able[waiter.queue]
-        wanted = self._wanted(rollout, able)
+        wanted = self._wanted(rollout, able) if rollout.attempts.avoid else able
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
         if chosen is None and rollout.moves and any(one.has_place(rollout) for one in fit):
@@ -332,22 +315,21 @@ class Scheduler:
 
     def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> Replica | None:
         """Place a rollout on one of the replicas, if it fits there."""
-        model, session = rollout.model, rollout.session
-        home = self._fleet.find(self.sessions.home(model, session)) if session else None
+        session = rollout.model, rollout.session
+        home = self._fleet.find(self._homes.get(session, "")) if rollout.session else None
         chosen = choose(rollout, able, home)
         if chosen is not None:
-            if session:
-                self.sessions.settle(model, session, chosen.replica_id)
+            if rollout.session:
+                self._homes.note(session, chosen.replica_id)
             chosen.reserve(rollout)
             if rollout.moves:
-                chosen.prompts.reads(rollout, partial(self._pump, model))
+                chosen.prompts.reads(rollout, partial(self._pump, rollout.model))
         return chosen
 
     @staticmethod
     def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
         """The replicas that have not failed the rollout; all where each has."""
-        avoid = rollout.attempts.avoid
-        return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
+        return [one for one in able if one.replica_id not in rollout.attempts.avoid] or able
 
     def _able(self, rollout: Rollout) -> Sequence[Replica]:
         """Replicas that may take a rollout now: serving, not backing off, with what it needs; none while the model's
@@ -355,28 +337,22 @@ class Scheduler:
 
         Where no replica of the model ever can do it, any of them gives the client its error.
         """
-        if rollout.least_version(self._fleet.target_of(rollout.model)) > self._fleet.version_of(rollout.model):
-            return []
+        if rollout.min_version or rollout.max_staleness is not None:
+            least = rollout.least_version(self._fleet.target_of(rollout.model))
+            if least > self._fleet.version_of(rollout.model):
+                return []
         able = self._fleet.serving(rollout.model, rollout.adapter)
-        if rollout.needs_route:
-            able = self._capable(rollout, able)
+        if route := rollout.needs_route:
+            able = [one for one in able if route in one.info.capabilities] or self._without(route, rollout.model)
         if Backoff.is_any_on():
             able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
         return able
 
-    def _capable(self, rollout: Rollout, serving: Sequence[Replica]) -> Sequence[Replica]:
-        """Those that can do what a rollout needs. On a large fleet a look at each takes as long as all else of a
-        placement, so they are found once for a list of the fleet's, which is the same until a state changes."""
-        needs = rollout.model, rollout.needs_route
-        before, able = self._able_of.get(needs, (None, serving))
-        if before is not serving:
-            able = [replica for replica in serving if is_capable(rollout, replica.info)]
-            if len(able) < len(serving):
-                ours = (one for one in self._fleet.replicas if one.info.model == rollout.model)
-                known = (one for one in ours if one.state is not ReplicaState.LOST)
-                able = able if any(is_capable(rollout, one.info) for one in known) else serving
-            self._able_of[needs] = serving, able
-        return able
+    def _without(self, route: str, model: str) -> Sequence[Replica]:
+        """Those that give a client its error where no replica of the model has the route; none where one that does not
+        serve now has it."""
+        ours = [one for one in self._fleet.replicas if one.info.model == model and one.state is not ReplicaState.LOST]
+        return [] if any(route in one.info.capabilities for one in ours) else self._fleet.serving(model)
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy

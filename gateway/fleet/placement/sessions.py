@@ -1,9 +1,8 @@
-"""Sessions, the turns of agents: the replica that holds the prefix of each, which routing prefers."""
+"""Names of sessions, the turns of agents: the replica that holds the prefix of one is the one that routing prefers."""
 
 import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,27 +19,6 @@ _MAX_LENGTH = 256
 SESSION_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}")
 """An id that a path can have."""
 ID_RULE = "at most 256 letters, digits and _.:@+=~- make an id, the first a letter, a digit or _"
-_REMEMBERED = 100_000
-
-
-class Sessions:
-    """The replica of each session's last turn, by model and name. The least recently used are forgotten beyond
-    `limit`."""
-
-    def __init__(self, limit: int = _REMEMBERED) -> None:
-        self._limit = limit
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
-
-    def home(self, model: str, name: str) -> str:
-        """Return the id of the replica that has the session's prefix; "" for a new session."""
-        return self._homes.get((model, name), "")
-
-    def settle(self, model: str, name: str, replica_id: str) -> None:
-        """Remember where the session's newest turn was placed."""
-        self._homes[model, name] = replica_id
-        self._homes.move_to_end((model, name))
-        if len(self._homes) > self._limit:
-            self._homes.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +83,13 @@ def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
     The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's fields come last.
     """
     xargs, metadata = body.get("vllm_xargs"), body.get("metadata")
-    named: list[tuple[str, Any]] = [("session_id", body.get("session_id"))]
-    named += [(name, headers[name]) for name in filter(headers.__contains__, _HEADERS)]
+    named: list[tuple[str, Any]] = [
+        ("session_id", body.get("session_id")),
+        *zip(_HEADERS, map(headers.get, _HEADERS), strict=True),
+    ]
     if isinstance(xargs, dict):
         named.append(("vllm_xargs.session_id", xargs.get("session_id")))
-    named += [(name, body[name]) for name in filter(body.__contains__, _OPENAI_FIELDS)]
+    named += zip(_OPENAI_FIELDS, map(body.get, _OPENAI_FIELDS), strict=True)
     if isinstance(metadata, dict):  # Claude Code writes its session's id into this text
         named.append(("metadata.user_id", metadata.get("user_id")))
     for name, value in named:

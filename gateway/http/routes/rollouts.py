@@ -12,19 +12,17 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError
 from gateway.api import error_body
 from gateway.dialects.chat import Chat
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions, Written
+from gateway.dialects.completions import CompletionPrompt, Completions, Written
 from gateway.dialects.replays import Replays, identity_of
-from gateway.dialects.streams import Show, Usage
+from gateway.dialects.runner import A
+from gateway.dialects.sglang import SglangGenerate
+from gateway.dialects.streams import Show, total_usage
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access, Handler, has_session_key
-from gateway.http.json_body import as_object, read_content, read_object, reply
+from gateway.http.access import CLIENT, Access, Handler, OwnRequests, has_session_key
+from gateway.http.json_body import BeforeEnd, as_object, read_content, read_object, reply, send_events, send_pieces
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
-from gateway.http.own_requests import OwnRequests
-from gateway.http.replies import BeforeEnd, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -58,9 +56,9 @@ class RolloutRoutes:
         content, body, session = await self._read(request)
         prompts = self.completions.decode(body, request_id(request, body), session)
         if body.get("stream"):
-            model = prompts[0].rollout.model
-            return await self._stream(request, model, partial(self.completions.stream, prompts))
-        if request[GIVEN_ID] or not self.replays.has_identity(prompts):
+            return await self._stream(request, prompts[0].rollout.model, partial(self.completions.stream, prompts))
+        is_batch = len(prompts) > 1 or prompts[0].rollout.n > 1  # a single sample is cheap to make again
+        if request[GIVEN_ID] or not (is_batch and self.replays.are_on):
             return await self._send(request, prompts, await self.completions.written(prompts))
         identity = await identity_of(request.path, request[CLIENT], content)
         replying = self.replays.reply(identity, content, prompts, partial(self._send, request, prompts))
@@ -75,32 +73,29 @@ class RolloutRoutes:
         model = prompts[0].rollout.model
         self.measurement.count_tokens(model, written.head["usage"])
         self.deliveries.count_ends(model, written.ends)
-        self.deliveries.count_batch(model, written.seconds)
+        if len(prompts) > 1:
+            self.deliveries.count_batch(model, written.seconds)
         return response
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        rollout = self.chat.decode(body, request_id(request, body), session)
-        if body.get("stream"):
-            return await self._stream(request, rollout.model, partial(self.chat.stream, rollout, body))
-        return await self._answer(rollout.model, self.chat.generate(rollout, body))
+        conversation = self.chat.decode(body, request_id(request, body), session)
+        return await self._answer(request, conversation, self.chat.generate)
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        rollout = self.tokens.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, body["request_id"]):
-            if body.get("stream"):
-                return await self._stream(request, rollout.model, partial(self.tokens.stream, rollout, body))
-            return await self._answer(rollout.model, self.tokens.generate(rollout, body))
+        prompt = self.tokens.decode(body, request_id(request), session, request[CLIENT])
+        with self.own.under_way(request, body["request_id"]), self.tokens.under_way(prompt.rollout):
+            return await self._answer(request, prompt, self.tokens.generate)
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
         given = self.sglang.decode(body, request_id(request), session, request[CLIENT])
         with self.own.under_way(request, given.asked.rid):
             if body.get("stream"):
-                return await self._stream(request, given.model, partial(self.sglang.stream, given))
+                return await self._stream(request, given.prompt.rollout.model, partial(self.sglang.stream, given))
             answers, usage = await self.sglang.generate(given)
-        self.measurement.count_tokens(given.model, usage)
+        self.measurement.count_tokens(given.prompt.rollout.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
@@ -126,30 +121,35 @@ class RolloutRoutes:
         body = as_object(content)
         return content, body, session_of(request[CLIENT], request.headers, body)
 
-    async def _answer(self, model: str, generated: Awaitable[Json]) -> web.Response:
-        """Send the whole answer, and count its tokens and choices."""
-        answer = await generated
+    async def _answer(
+        self, request: web.Request, ask: A, generate: Callable[[A], Awaitable[Json]]
+    ) -> web.StreamResponse:
+        """Send the whole answer, and count its tokens and choices; or stream it."""
+        model = ask.rollout.model
+        if ask.body.get("stream"):
+            return await self._stream(request, model, partial(self.completions.stream, [ask]))
+        answer = await generate(ask)
         self.measurement.count_tokens(model, answer.get("usage"))
         self.deliveries.count(model, answer["choices"])
         return reply(answer)
 
     async def _stream(
-        self, request: web.Request, model: str, work: Callable[[Usage, Show], Awaitable[None]]
+        self, request: web.Request, model: str, work: Callable[[list[Json], Show], Awaitable[None]]
     ) -> web.StreamResponse:
         """Send chunks. Their tokens are counted also if the client disconnects."""
-        usage = Usage()
+        usages: list[Json] = []
 
         async def counted(show: Show) -> None:
             def passed_on(chunk: Json) -> None:
                 self.deliveries.count(model, chunk.get("choices") or ())
                 show(chunk)
 
-            await work(usage, passed_on)
+            await work(usages, passed_on)
 
         try:
             return await send_events(request, counted)
         finally:
-            self.measurement.count_tokens(model, usage.total())
+            self.measurement.count_tokens(model, total_usage(usages))
 
 
 def by_session_key(of_session: Handler, of_others: Handler) -> Handler:

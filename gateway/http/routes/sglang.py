@@ -14,12 +14,11 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from engines.types import PauseMode
 from gateway.dialects.sampling import check_id
-from gateway.dialects.words.sglang_generate import SglangGenerate
+from gateway.dialects.sglang import SglangGenerate
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.http.access import Access, Handler
+from gateway.http.access import Access, Handler, OwnRequests
 from gateway.http.json_body import read_object, reply
-from gateway.http.own_requests import OwnRequests
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}

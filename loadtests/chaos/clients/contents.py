@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from gateway.dialects.resumption.features import MARK
+from gateway.dialects.resumption import MARK
 from sim.model import CHECKPOINT_VERSION, GREEDY, SimModel, detokenize, read, seeded_draw, weights_key
 from trainer_client.results import Completion
 

@@ -1,6 +1,6 @@
-"""The table of fields in docs/design/rollouts.md, from `gateway/dialects/resumption/features.py`."""
+"""The table of fields in docs/design/rollouts.md, from `gateway/dialects/resumption.py`."""
 
-from gateway.dialects.resumption.features import FEATURES, Feature
+from gateway.dialects.resumption import FEATURES, Feature
 
 BEGIN, END = "<!-- features: made by python -m scripts.docs -->\n", "<!-- end of features -->\n"
 _HEAD = "| field of a request | after a break | reason |\n| --- | --- | --- |\n"

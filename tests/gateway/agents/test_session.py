@@ -19,7 +19,7 @@ from engines.types import ReplicaInfo
 from gateway.agents.messages import Messages
 from gateway.dialects import token_generation
 from gateway.dialects.rendering import Rendering
-from gateway.dialects.words.tokens import completion_body, token_reply
+from gateway.dialects.token_generation import completion_body, token_reply
 from sim.model import SimModel
 from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig

@@ -1,6 +1,5 @@
 """Rollouts are what their engines made, which are read beside them."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from tests.rigs.rig import Rig, StartRig
 Json = dict[str, Any]
 
 LENGTH = 80
-SLOW: Json = {"decode_step_s": 0.02}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: Json = {"max_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True}
 BODY: Json = GREEDY | {"model": "sim", "prompt": [5, 6], "logprobs": 0, "return_token_ids": True}
@@ -53,21 +51,3 @@ async def test_a_reply_has_what_its_engine_tells(start_rig: StartRig, path: str,
         assert of_engine(choice, own) == choice
     tokens = ("prompt_tokens", "completion_tokens", "total_tokens")
     assert [ours["usage"][field] for field in tokens] == [theirs["usage"][field] for field in tokens]
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_sample_whose_reader_ends_with_its_replicas_process_goes_on_elsewhere(
-    start_rig: StartRig, is_stream: bool
-) -> None:
-    rig = await start_rig(2, sim=SLOW)
-    asking: Any = rig.stream(COMPLETIONS, BODY) if is_stream else told(rig, COMPLETIONS, BODY)
-    running = asyncio.create_task(asking)
-    await rig.begun()
-    (busy,) = [replica for replica in rig.replicas if replica.scheduler.stalled]
-    await rig.readers[busy.info.replica_id].close()
-    rig.hurry()
-    reply = await running
-    chunks = reply if is_stream else [reply]
-    assert sum(len(choice["token_ids"] or ()) for chunk in chunks for choice in chunk["choices"]) == LENGTH
-    (other,) = [replica for replica in rig.replicas if replica is not busy]
-    assert 0 < other.generated_tokens < LENGTH

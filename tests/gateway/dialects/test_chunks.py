@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from engines.engine import Engine
-from gateway.dialects import completion_prompt
+from gateway.dialects import completions
 from tests.rigs.rig import Json, Rig
 
 LENGTH = 80
@@ -39,7 +39,7 @@ async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(
     for reader in rig.readers.values():
         reader.engine = OddEngine(reader.engine, {"choices": [told]})  # type: ignore[assignment]
     body = SAMPLING | {"model": "sim", "prompt": "a", "n": 2, "temperature": 1.0, "return_token_ids": True}
-    path = completion_prompt.PATH
+    path = completions.PATH
     replies = await rig.stream(path, body) if is_stream else [(await rig.post(path, body))[1]]
     choices = {choice["index"]: choice for reply in replies for choice in reply["choices"]}
     assert {index: choice["finish_reason"] for index, choice in choices.items()} == {0: "abort", 1: "abort"}
@@ -59,7 +59,7 @@ async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(
     ],
 )
 async def test_an_odd_chunk_moves_the_rollout_to_another_replica(rig: Rig, chunk: Json, is_stream: bool) -> None:
-    path, body = completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]]}
+    path, body = completions.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]]}
     reader = rig.readers["engine-0"]
     reader.engine = odd = OddEngine(reader.engine, chunk)  # type: ignore[assignment]  # all but its streams is its own
     while not odd.num_streams:

@@ -26,10 +26,9 @@ from engines.raw_json import opened
 from engines.reading.link import Link
 from engines.reading.server import ReaderServer
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
+from gateway.dialects.completions import CompletionPrompt, Completions
 from gateway.dialects.runner import Runner
-from gateway.dialects.streams import Usage, blocks_of
+from gateway.dialects.streams import blocks_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler
@@ -234,18 +233,16 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
         engine.replica = replica
     config = GatewayConfig(max_attempts=MAX_ATTEMPTS)
     metrics = Metrics()
-    runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), cast(Fleet, fleet), metrics)
+    runner = Runner(config, Scheduler(config, cast(Fleet, fleet), metrics), cast(Fleet, fleet), metrics)
     rollout = Rollout(request_id="a-0", request="a", model="m", n=n, tokens=n * length)
     body = {"prompt": PROMPT, "n": n, "max_tokens": length, "logprobs": 0, "return_token_ids": True, "stream": False}
-    prompt = CompletionPrompt(
-        config=config, request_id="a", index=0, rollout=rollout, body=body, limit=length, read=PROMPT
-    )
-    completions = Completions(config, cast(Fleet, fleet), runner)
+    prompt = CompletionPrompt(request_id="a", index=0, rollout=rollout, body=body, limit=length, read=PROMPT)
+    completions = Completions(cast(Fleet, fleet), runner)
     told: dict[int, Json] = {}
     try:
         async with asyncio.timeout(60):
             if is_stream:
-                async for chunks in blocks_of(partial(completions.stream, [prompt], Usage())):
+                async for chunks in blocks_of(partial(completions.stream, [prompt], [])):
                     for choice in opened([choice for chunk in chunks for choice in chunk["choices"]]):
                         before = told.get(choice["index"])
                         assert before is None or before["finish_reason"] is None, "a sample has ended once"

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from engines.chunks import Chunk
 from engines.engine import Json
 from engines.raw_json import NO_JSON, encoded, opened
-from engines.reading.joining import Joining
-from gateway.dialects.completion_prompt import is_read_in_chunks
+from gateway.dialects.completions import CompletionPrompt
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Flight, Replica
@@ -142,20 +141,11 @@ def of_version(version: int) -> Source:
 
 def made(reply: Reply, *events: bytes) -> list[Json]:
     """The choices of a reply, whose samples ended as their engine told, under version 1."""
-    joining = Joining()
-    for event in events:
-        joining.take(Chunk.read(event))
-    for chunk in joining.told():
-        reply.take(chunk, reply.samples)
+    if events:
+        reply.take(Chunk.joined(list(map(Chunk.read, events)), {}), reply.samples)
     for sample in reply.samples:
         sample.stamp()
-    choices = [sample.told(BARE) for sample in reply.samples]
-    in_json = [
-        json.loads(b"".join(sample.written(BARE, sample.index, shows_ids=True)).removesuffix(b","))
-        for sample in reply.samples
-    ]
-    assert in_json == opened(choices)
-    return choices
+    return [sample.told(BARE) for sample in reply.samples]
 
 
 def without_stamps(choices: list[Json]) -> list[Json]:
@@ -186,12 +176,12 @@ def test_chunks_that_a_reader_joins_and_sends_make_the_same_samples(
     here, beside = (Reply(samples=map(begun, range(n))) for _ in range(2))
     events = [written(chunk, ways).encode() for chunk in chunks]
     direct = made(here, *events)
-    joining, told = Joining(), list[Chunk]()
-    for event in events:
-        joining.take(Chunk.read(event))
-        if ways.random() < 0.5:
-            told += joining.told()
-    told += joining.told()
+    told, waiting, ends = list[Chunk](), list[Chunk](), dict[int, int]()
+    for place, event in enumerate(events, 1):
+        waiting.append(Chunk.read(event))
+        if ways.random() < 0.5 or place == len(events):
+            told.append(Chunk.joined(waiting, ends))
+            waiting = []
     for place, chunk in enumerate(told):
         chunk.shed(has_head=place == 0)
         content = msgspec.msgpack.encode(chunk)
@@ -261,12 +251,12 @@ def test_what_is_no_chunk_is_refused_and_leaves_the_tokens_before_it(content: by
 
 @pytest.mark.parametrize("begin", [0, 2, 22, -1])
 def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> None:
-    sample, joining = Sample(0), Joining()
+    sample, ends = Sample(0), dict[int, int]()
     for offsets in ([0, 11], [begin, begin + 11]):
         names = ["token_id:10"] * len(offsets)
         scores = {"text_offset": offsets, "token_logprobs": [-1.0, -1.0], "tokens": names}
-        joining.take(Chunk.read(encoded({"choices": [{"index": 0, "text": "ab", "logprobs": scores}]})))
-        Reply().take(joining.told()[0], [sample])
+        chunk = Chunk.read(encoded({"choices": [{"index": 0, "text": "ab", "logprobs": scores}]}))
+        Reply().take(Chunk.joined([chunk], ends), [sample])
     assert opened(sample.told(BARE))["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 
@@ -316,19 +306,21 @@ def test_a_part_has_the_spans_that_its_engine_reported_with_the_first_token_of_e
     assert sample.spans == [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 6}]
 
 
-def rollout(n: int, *, goes_on: bool = False) -> Rollout:
-    return Rollout(request_id="a", model="sim", n=n, tokens=1, goes_on=goes_on)
-
-
-@pytest.mark.parametrize(("field", "value"), [("prompt_logprobs", 0), ("echo", True), ("use_beam_search", True)])
-async def test_what_cannot_be_streamed_is_read_whole(rig: Rig, field: str, value: object) -> None:
-    info = rig.replicas[0].info
-    assert is_read_in_chunks({"prompt": [5], field: None}, 16, rollout(2), info)
-    assert not is_read_in_chunks({"prompt": [5], field: value}, 16, rollout(2), info)
-
-
-async def test_a_short_sample_alone_is_read_whole_and_a_long_one_in_chunks(rig: Rig) -> None:
-    info = rig.replicas[0].info
-    assert not is_read_in_chunks({"prompt": [5]}, 64, rollout(1), info)
-    assert is_read_in_chunks({"prompt": [5]}, 65, rollout(1), info)
-    assert is_read_in_chunks({"prompt": [5]}, 9, rollout(1, goes_on=True), info)  # where engines die in a row
+@pytest.mark.parametrize(
+    ("n", "limit", "goes_on", "fields", "is_whole"),
+    [
+        (1, 64, False, {}, True),
+        (1, 65, False, {}, False),
+        (2, 16, False, {}, False),
+        (1, 9, True, {}, False),  # where engines die in a row
+        (2, 16, False, {"prompt_logprobs": 0}, True),
+        (2, 16, False, {"echo": True, "prompt_logprobs": None}, True),
+        (2, 16, False, {"use_beam_search": True}, True),
+    ],
+)
+async def test_short_samples_and_what_cannot_be_streamed_are_read_whole(
+    rig: Rig, n: int, limit: int, goes_on: bool, fields: Json, is_whole: bool
+) -> None:
+    rollout = Rollout(request_id="a", model="sim", n=n, tokens=1, goes_on=goes_on)
+    prompt = CompletionPrompt(request_id="a", index=0, rollout=rollout, body={"prompt": [5]} | fields, limit=limit)
+    assert prompt.reads_whole(cast(Replica, rig.replicas[0])) == is_whole

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engines.types import EngineKind, ReplicaInfo
-from gateway.dialects.words.tokens import completion_body
+from gateway.dialects.token_generation import completion_body
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig
 
 PATH = "/inference/v1/generate"

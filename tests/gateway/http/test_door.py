@@ -1,4 +1,4 @@
-"""A client that is slow with its head or its body, or speaks no HTTP/1.1, holds nothing for ever."""
+"""A client that is slow with its body or its reply, or speaks no HTTP/1.1, holds nothing for ever."""
 
 import asyncio
 import socket
@@ -7,7 +7,7 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.http import door, json_body
+from gateway.http import json_body, listener
 from tests.rigs.rig import Rig, StartRig
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -16,40 +16,15 @@ WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 SOON_S = 60.0
 
 
-async def reply_to(rig: Rig, sent: bytes, then: bytes = b"") -> bytes:
-    """All that comes back on a connection that sends this, more after the first reply, and then nothing."""
+async def reply_to(rig: Rig, sent: bytes) -> bytes:
+    """All that comes back on a connection that sends this, and then nothing."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
     writer.write(sent)
     try:
         async with asyncio.timeout(SOON_S):
-            first = await reader.read(1) if then else b""
-            writer.write(then)
-            return first + await reader.read()
+            return await reader.read()
     finally:
         writer.close()
-
-
-@pytest.mark.parametrize("sent", [b"", b"P", HEAD, HEAD + b"X-Long: a"])
-async def test_a_head_that_does_not_arrive_closes_its_connection(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
-    assert await reply_to(rig, sent) == b""
-    assert (await rig.complete([5]))["choices"]
-
-
-async def test_neither_a_request_that_runs_nor_an_idle_connection_has_a_deadline(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
-    rig = await start_rig(1)
-    asked = asyncio.create_task(rig.complete([5], max_tokens=20, ignore_eos=True))
-    await rig.begun(tokens=4)
-    await asyncio.sleep(0.3)
-    rig.hurry()
-    assert (await asked)["choices"]
-    await asyncio.sleep(0.3)
-    assert rig.num_connections == 1
 
 
 async def test_a_body_that_stops_is_an_error_and_closes_its_connection(
@@ -90,7 +65,7 @@ async def test_a_head_that_cannot_be_read_is_answered_in_json_and_the_log_has_no
 async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(door, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "UNREAD_TIMEOUT_S", 0.2)
     rig = await start_rig(1)
     asked = {"prompt": [[5]] * 300, "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "return_token_ids": True}
     body, loop = orjson.dumps(asked | {"stream": stream}), asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import SimConfig
-from gateway.http.door import raise_limit
+from gateway.http.listener import raise_limit
 from loadtests.chaos.clients.contents import Asked, Delivered, flaw
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, running
 from sim.model import SimModel

@@ -283,8 +283,8 @@ class Gateway:
         self.weights = self.server._weights
         self.adapters = self.server._adapters
         self.snapshots = self.server._snapshots
-        runner = Runner(self.server.scheduler, self.fleet, _METRICS)
-        self.completions = Completions(world.config.gateway, self.fleet, runner)
+        runner = Runner(world.config.gateway, self.server.scheduler, self.fleet, _METRICS)
+        self.completions = Completions(self.fleet, runner)
         self._watching = self.server._watching(None)  # type: ignore[arg-type]
         self._context = contextvars.copy_context()
         self._context.run(_GATEWAY.set, self)

@@ -11,7 +11,6 @@ from engines.errors import RolloutGatewayError
 from engines.raw_json import opened
 from engines.types import InFlight, PauseMode, ReplicaState
 from engines.weight_label import WeightLabel
-from gateway.dialects.streams import Usage
 from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter
 from tests.rigs.stories.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World
@@ -249,7 +248,7 @@ class Story:
                     whole["token_ids"] += choice["token_ids"]
                     whole.update({key: value for key, value in choice.items() if key != "token_ids"})
 
-            await gateway.completions.stream(prompts, Usage(), show)
+            await gateway.completions.stream(prompts, [], show)
             return {"choices": [whole]}
 
         reply = await gateway.call(stream() if streamed else gateway.completions.generate(prompts))

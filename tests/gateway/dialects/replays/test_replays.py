@@ -128,8 +128,8 @@ async def test_equal_requests_whose_clients_are_there_never_share(rig: Rig) -> N
 
 async def test_a_reply_that_breaks_off_is_adopted_whole(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client goes while the gateway writes, and the first blocks have left."""
-    monkeypatch.setattr("gateway.http.replies._SMALL_BYTES", 1)
-    monkeypatch.setattr("gateway.http.replies._BLOCK_BYTES", 64)
+    monkeypatch.setattr("gateway.http.json_body._SMALL_BYTES", 1)
+    monkeypatch.setattr("gateway.http.json_body._BLOCK_BYTES", 64)
     write, blocks = aiohttp.web.StreamResponse.write, 0
 
     async def breaking(response: aiohttp.web.StreamResponse, data: Any) -> None:

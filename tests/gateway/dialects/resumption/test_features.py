@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.resumption.features import FEATURES, MARK, Outcome, inexact_fields
+from gateway.dialects.resumption import FEATURES, MARK, Outcome, inexact_fields
 from tests.rigs.rig import Json, StartRig
 
 LENGTH = 100

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
-from gateway.dialects.spans import joined_spans
+from gateway.dialects.resumption import rest_sampling, whole_characters
+from gateway.dialects.sample import joined_spans
 from sim import server as sim_server
 from sim.dialect import rendered
 from sim.model import SimModel

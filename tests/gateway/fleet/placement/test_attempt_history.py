@@ -77,10 +77,13 @@ async def test_a_rollout_that_no_replica_takes_in_time_has_expired(start_rig: St
     assert "gateway.queue_timeout_s" in attempt["error"]
 
 
-async def test_an_unknown_request_is_404_and_the_record_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_request_is_404_and_the_record_is_bounded(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_history, "KEPT", 3)
+    rig = await start_rig(1)
     status, reply = await rig.get("/traces/nobody")
     assert (status, "X-Request-Id" in reply["error"]["message"]) == (404, True)
-    monkeypatch.setattr(attempt_history, "KEPT", 3)
     for name in "abcde":
         await rig.post("/v1/completions", {"prompt": [3], "max_tokens": 1}, headers={"X-Request-Id": name})
     assert [(await rig.get(f"/traces/{name}"))[0] for name in "abcde"] == [404, 404, 200, 200, 200]

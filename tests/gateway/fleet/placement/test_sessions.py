@@ -3,17 +3,18 @@
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.fleet.placement.sessions import Identity, Sessions, identity_of, session_key, session_of
+from gateway.fleet.placement.routing import Recent
+from gateway.fleet.placement.sessions import Identity, identity_of, session_key, session_of
 from tests.rigs.rig import Json, Rig
 
 TURN = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
-    sessions = Sessions(limit=2)
+    homes = Recent[str, str](limit=2)
     for agent in ("a", "b", "a", "c"):
-        sessions.settle("policy", agent, "engine-1")
-    assert [sessions.home("policy", agent) for agent in "abc"] == ["engine-1", "", "engine-1"]
+        homes.note(agent, "engine-1")
+    assert [homes.get(agent) for agent in "abc"] == ["engine-1", None, "engine-1"]
 
 
 @pytest.mark.parametrize(

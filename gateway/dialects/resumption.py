@@ -5,7 +5,7 @@ tokens, which are read as the end of the prompt, or it restarts from the prompt.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -14,6 +14,11 @@ from engines.engine import Json
 
 MARK = "resumed"
 """The field of a choice that names the request's fields with which its continuation is not exact."""
+
+
+_LONGEST_CHARACTER = 4  # bytes, each of which may be a token
+_HALF = "\N{REPLACEMENT CHARACTER}"
+_OF_THE_WHOLE = ("max_completion_tokens", "min_tokens", "request_id")
 
 
 class Outcome(StrEnum):
@@ -112,11 +117,6 @@ def inexact_fields(body: Json) -> tuple[str, ...] | None:
     return tuple(marks)
 
 
-def marked(choice: Json, fields: Sequence[str]) -> Json:
-    """A choice that was continued, with the fields that make it inexact."""
-    return choice | {MARK: list(fields)} if fields else choice
-
-
 def later_seed(seed: int, made: Sequence[int]) -> int:
     """The seed of the rest after the tokens `made`: with the same seed it would draw the same numbers again."""
     return zlib.crc32(f"{seed}{list(made)}".encode()) >> 1  # SGLang's seeds have 31 bits
@@ -132,3 +132,31 @@ def _outcome(field: str, value: Any, body: Json) -> Outcome:
     if value is None or (feature and value in feature.neutral) or (field == "seed" and is_greedy(body)):
         return Outcome.CONTINUED
     return feature.outcome if feature else Outcome.RESTARTED
+
+
+def rest_sampling(sampling: Json, made: Sequence[int], index: int) -> Json:
+    """The sampling parameters that continue sample `index` of a group after the generated tokens `made`."""
+    limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - len(made))
+    rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
+    limits = ({} if limit is None else {"max_tokens": limit - len(made)}) | ({"min_tokens": least} if least else {})
+    return rest | {"n": 1} | limits | _rest_seed(sampling, made, index)
+
+
+def _rest_seed(sampling: Json, made: Sequence[int], index: int) -> Json:
+    """The seed of one sample's rest, if it has one: vLLM draws sample `index` of a group with `seed + index`."""
+    if sampling.get("seed") is None or is_greedy(sampling):
+        return {}
+    seed = sampling["seed"] + index
+    return {"seed": later_seed(seed, made) if made else seed}
+
+
+async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]], Awaitable[str]]) -> list[int]:
+    """These tokens without an incomplete character at their end.
+
+    Engines report a character with its last byte, and would never report a character that began in the prompt.
+    """
+    for dropped in range(min(_LONGEST_CHARACTER, len(token_ids))):
+        kept = token_ids[: len(token_ids) - dropped]
+        if not (await detokenize(kept[-_LONGEST_CHARACTER:])).endswith(_HALF):
+            return kept
+    return token_ids  # the model wrote an invalid character

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.dialects.words.sglang import answer, read_asked
+from gateway.dialects.sglang import answer, read_asked
 from tests.rigs.rig import Json, Rig, StartRig
 
 IDS = [5, 6, 7]

@@ -1,1 +1,0 @@
-"""Translations between dialects: bodies and replies, without a call of any engine."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from engines.chunks import Choice, joined
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded
 from gateway.agents.history import End

@@ -14,7 +14,6 @@ from pydantic import SecretStr, ValidationError
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, UsageError
-from engines.process.preflight import misfits
 from engines.types import EngineKind
 from gateway.config.schema import Config
 from gateway.config.sources import (
@@ -76,14 +75,7 @@ def validated(given: Given, path: Path | None = None) -> Config:
         lines = dict.fromkeys(_report(given, dict(problem)) for problem in error.errors(include_url=False))
         kind = UsageError if all(line.startswith("argument ") for line in lines) else ConfigError
         raise kind("\n".join(lines)) from None
-    config = _with_paths_found(config, given, [Path.cwd(), path.resolve().parent] if path else [Path.cwd()])
-    _check_models(config, given)
-    return config
-
-
-def check_models(config: Config) -> None:
-    """Raise `ConfigError` for engine settings that their checkpoints rule out, where those can be read here."""
-    _check_models(config, Given())
+    return _with_paths_found(config, given, [Path.cwd(), path.resolve().parent] if path else [Path.cwd()])
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
@@ -154,17 +146,6 @@ def _keys_of_file(key: str, path: Path) -> list[str]:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{key}: {error}, as seen by the process that reads it") from error
-
-
-def _check_models(config: Config, given: Given) -> None:
-    lines = []
-    for name, group in config.groups.items():
-        section = ("engines", name) if config.engines else ("engine",)
-        for misfit in misfits(group):
-            place, key = _blamed(given, (*section, misfit.field))
-            lines.append(f"{place}{dotted(key)} = {misfit.value!r}: {misfit.message}")
-    if lines:
-        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def _report(given: Given, problem: dict[str, Any]) -> str:

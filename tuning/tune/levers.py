@@ -10,7 +10,6 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError, UsageError
 from engines.levers import LEVERS
 from engines.process.launch import gpus_per_replica
-from engines.process.preflight import misfits
 from engines.types import EngineKind
 
 Value = int | float | str | bool | None
@@ -59,8 +58,9 @@ def applied(engine: EngineConfig, setting: Setting) -> EngineConfig:
         changed = EngineConfig.model_validate(engine.model_dump() | dict(setting))
     except ValidationError as error:
         raise ConfigError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
-    if found := misfits(changed):
-        raise ConfigError(f"{found[0].field} = {found[0].value!r}: {found[0].message}")
+    tokens, sequences = changed.max_num_batched_tokens, changed.max_num_seqs
+    if changed.kind is EngineKind.VLLM and tokens is not None and tokens < sequences:
+        raise ConfigError(f"max_num_batched_tokens = {tokens!r}: a step cannot hold max_num_seqs = {sequences}")
     return changed
 
 

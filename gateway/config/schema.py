@@ -98,7 +98,7 @@ class GatewayConfig(Section):
     port: int = Field(8100, ge=0, le=65535)
     """Port of the rollout URL; 0 takes a free one."""
     inference_keys: list[Key] = Field(default_factory=list)
-    """Bearer keys for generation. Prefer the environment or a file to writing them here."""
+    """Bearer keys for generation, as env:NAME or file:PATH."""
     admin_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
     trusted_networks: list[IPvAnyNetwork] = Field([ip_network("127.0.0.0/8"), ip_network("::1/128")])

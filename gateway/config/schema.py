@@ -276,12 +276,3 @@ class Config(Section):
     def groups(self) -> dict[str, EngineConfig]:
         """Engine groups by name."""
         return self.engines or {"engine": self.engine}
-
-    def chosen_group(self, name: str | None) -> str:
-        """Return the group that `--group` names, or the only one. Raises `ConfigError` where there is no such group."""
-        names = ", ".join(self.groups)
-        if name and name not in self.groups:
-            raise ConfigError(f"--group {name}: there is no such engine group; there is {names}")
-        if not name and len(self.groups) > 1:
-            raise ConfigError(f"there are several engine groups: name one with --group ({names})")
-        return name or next(iter(self.groups))

@@ -27,6 +27,7 @@ from gateway.config.sources import (
     nearest,
     put_environment,
     put_overrides,
+    read_text,
 )
 
 HIDDEN = "**********"
@@ -116,7 +117,10 @@ def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) ->
 def revealed(key: str, text: str, environ: Mapping[str, str]) -> list[str]:
     """Return the keys that `env:NAME` or `file:PATH` refers to; any other text is a key. `key` is for messages."""
     if (path := key_file(text)) is not None:
-        return _keys_of_file(key, path)
+        try:
+            return keys_in(path)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
     kind, _, variable = text.partition(":")
     if kind != "env" or not variable:
         return [text]
@@ -132,20 +136,11 @@ def key_file(item: str) -> Path | None:
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the keys of a file. Raise `OSError` where it cannot be read, and `ValueError` where it holds none."""
-    found = path.read_text(encoding="utf-8").split()
+    """Return the keys of a file. Raise `ConfigError` where it holds none, for the process that reads it."""
+    found = read_text(path).split()
     if not found:
-        raise ValueError(f"no key in {path}")
+        raise ConfigError(f"no key in {path}, as seen by the process that reads it")
     return found
-
-
-def _keys_of_file(key: str, path: Path) -> list[str]:
-    try:
-        return keys_in(path)
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}, as seen by the process that reads it") from error
 
 
 def _report(given: Given, problem: dict[str, Any]) -> str:

@@ -143,7 +143,8 @@ def wait_for_serve(
     try:
         report.wait_until(check, timeout_s, awaited)
     except DeadlineExceeded as error:
-        raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
+        states = "  ".join(f"{name}: {text}" for name, text in replica_states(seen).items())
+        raise DeployFailed(f"{error}; Serve says: {states or 'no replica listed'} {last_words(seen)}") from error
 
 
 def met_by_the_gateway(
@@ -166,12 +167,6 @@ def met_by_the_gateway(
     report.step(f"waiting for the gateway to meet {awaited}")
     report.wait_until(check, config.fleet.complete_within_s, f"the gateway to meet {awaited}")
     return found
-
-
-def describe(application: Mapping[str, Any]) -> str:
-    """Return one line: each deployment with its replicas by state."""
-    states = replica_states(application)
-    return "  ".join(f"{name}: {text}" for name, text in states.items()) or "no replica listed"
 
 
 def replica_states(application: Mapping[str, Any]) -> dict[str, str]:

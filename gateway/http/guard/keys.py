@@ -72,10 +72,7 @@ class Keys:
             name, text = f"{section}[{index}]", item.get_secret_value()
             if path := key_file(text):
                 self._files[name] = path
-                try:
-                    self._read(name, path)
-                except (OSError, ValueError) as error:
-                    raise ConfigError(f"{name}: {path} holds no key that can be read: {error}") from error
+                self._read(name, path)
             else:
                 self._known[name] = [_Key(name, text)]
 
@@ -98,8 +95,8 @@ class Keys:
             for name, path in self._files.items():
                 try:
                     self._read(name, path)
-                except (OSError, ValueError) as error:
-                    log.error("keys cannot be read: the keys before still hold", file=str(path), error=str(error))
+                except ConfigError as error:
+                    log.error("keys cannot be read: the keys before still hold", name=name, error=str(error))
         return [one for keys in self._known.values() for one in keys]
 
     def _read(self, name: str, path: Path) -> None:

@@ -43,7 +43,7 @@ class Preparation:
     obstacle: str = ""
 
 
-def body_in_json(body: Json) -> bytes:
+def body_in_json(body: Json | None) -> bytes:
     """The JSON of a request's body."""
     try:
         return orjson.dumps(body)
@@ -57,6 +57,7 @@ class Beside(Protocol):
     async def read(
         self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool
     ) -> None: ...
+    async def call(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes: ...
     async def check(self, timeout_s: float) -> None: ...
     async def close(self) -> None: ...
 
@@ -73,6 +74,8 @@ class Engine(ABC):
     url: str
     beside: Beside | None = None
     """None where the engine itself is asked, as its reader does."""
+    is_far = False
+    """True on another node, where its port is closed: `beside` passes all calls on."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -87,6 +90,10 @@ class Engine(ABC):
         await self.health(timeout_s)
         if self.beside is not None:
             await self.beside.check(timeout_s)
+
+    @abstractmethod
+    async def read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
+        """Call a route of the server's own; return the answer as it was written."""
 
     @abstractmethod
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:

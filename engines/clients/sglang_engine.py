@@ -186,7 +186,7 @@ class SglangEngine(EngineWithWorkers):
 
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
         try:
-            await self._read("POST", "/flush_cache", None, timeout_s)
+            await self.read("POST", "/flush_cache", None, timeout_s)
         except EngineRefused:
             return False
         return True

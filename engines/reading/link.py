@@ -1,11 +1,12 @@
 """The gateway's end: asks the reader beside an engine."""
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from engines.engine import Json, Take, body_in_json
-from engines.errors import DeadlineExceeded, EngineUnreachable
-from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, ToReader, Wire
+from engines.errors import DeadlineExceeded, EngineGone, EngineUnreachable
+from engines.reading.wire import Alive, Answer, Ask, Call, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -13,10 +14,10 @@ _SLACK_S = 5.0
 
 
 class _Asked(NamedTuple):
-    """A request under way: who takes its chunks, and its end."""
+    """A request under way: who takes its chunks, and its end, with the answer to a call."""
 
     take: Take
-    end: asyncio.Future[None]
+    end: asyncio.Future[bytes]
 
     def fail(self, error: Exception) -> None:
         if not self.end.done():
@@ -38,15 +39,30 @@ class Link:
     async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
         """Have the engine asked; `take` gets its chunks as they come, those of a reply that nobody streams joined, and
         its errors end the request. Return at the reply's end."""
+        content, joins, trace = body_in_json(body), not (streams or is_whole), TRACE_CONTEXT.get()
+        ask = lambda number: Ask(number, path, content, timeout_s, is_whole, joins, trace)  # noqa: E731
+        await self._end_of(ask, path, timeout_s, take)
+
+    async def call(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
+        """Have the engine asked on a route of its own; return its answer as it was written."""
+        content, trace = body_in_json(body), TRACE_CONTEXT.get()
+        call = lambda number: Call(number, method, path, content, timeout_s, trace)  # noqa: E731
+        try:
+            return await self._end_of(call, path, timeout_s, lambda _: None)
+        except EngineUnreachable as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):  # the engine ends with its reader's process
+                raise EngineGone(f"{path}: nothing listens on its node", replica_id=self._replica_id) from error
+            raise
+
+    async def _end_of(self, asking: Callable[[int], Ask | Call], path: str, timeout_s: float, take: Take) -> bytes:
         self._number = number = self._number + 1
-        content, joins = body_in_json(body), not (streams or is_whole)
         loop = asyncio.get_running_loop()
         self._asks[number] = asked = _Asked(take, loop.create_future())
         timer = loop.call_later(timeout_s + _SLACK_S, self._late, asked, path, timeout_s)
         try:
             wire = self._wire or await self._connected()
-            wire.send(Ask(number, path, content, timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
-            await asked.end
+            wire.send(asking(number))
+            return await asked.end
         finally:
             timer.cancel()
             if self._asks.pop(number, None) and self._wire is not None:
@@ -97,12 +113,13 @@ class Link:
         try:
             if isinstance(message, Failed):
                 raise message.error()
-            asked.take(message.chunks)
-            if message.is_last:
-                asked.end.set_result(None)
+            if isinstance(message, Told):
+                asked.take(message.chunks)
+            if isinstance(message, Answer) or message.is_last:
+                asked.end.set_result(message.content if isinstance(message, Answer) else b"")
         except Exception as error:
             asked.end.set_exception(error)
-        if isinstance(message, Failed) or message.is_last:
+        if not isinstance(message, Told) or message.is_last:
             del self._asks[message.number]
 
     def _ended(self, wire: Wire[ToReader, ToGateway]) -> None:

@@ -12,13 +12,13 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
     """Return the client of a replica's engine, with the way to the reader beside it."""
     engine = _client(config, info)
     engine.beside = Link(info.replica_id, info.reader, info.reader_key)
+    engine.is_far = info.is_far
     return engine
 
 
 def _client(config: Config, info: ReplicaInfo) -> Engine:
-    """A replica reports only its forwarder's key; others are configured."""
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
         return external_engine(info, key.get_secret_value() if key else "")
-    return connect(info.kind, info.replica_id, info.url, info.key, has_tee=info.has_tee)
+    return connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)

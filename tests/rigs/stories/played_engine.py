@@ -522,6 +522,9 @@ class _Reader:
     async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
         await reader.read(self._engine, path, body, timeout_s, take, is_whole=is_whole)
 
+    async def call(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
+        return await self._engine.read(method, path, body, timeout_s)
+
     async def check(self, timeout_s: float) -> None:
         pass
 

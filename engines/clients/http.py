@@ -98,19 +98,20 @@ class HttpEngine(Engine, ABC):
         code = error.get("code") if isinstance(error, dict) else None
         return error_of(code, message, chunk, self.replica_id)
 
-    async def read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
-        if self.is_far:
-            assert self.beside is not None
+    async def read(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
+        if self.beside is not None and not self._connections.closed:
             return await self.beside.call(method, path, body, timeout_s)
         async with self._request(method, path, body, timeout_s) as response:
             return await response.read()
 
     @contextlib.asynccontextmanager
-    async def _request(self, method: str, path: str, body: Json | None, timeout_s: float) -> AsyncIterator[Connection]:
+    async def _request(
+        self, method: str, path: str, body: Json | bytes | None, timeout_s: float
+    ) -> AsyncIterator[Connection]:
         """Send a request; translate connection errors and engine statuses into our errors."""
         if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
-        data = None if body is None else body_in_json(body)
+        data = body_in_json(body) or None
         headers = TRACE_CONTEXT.get() | (_JSON if data else {})
         try:
             async with self._connections.request(

@@ -16,7 +16,7 @@ from engines.engine import Engine, Json
 from engines.errors import EngineFailed, RolloutGatewayError
 from engines.reading.joining import Joining
 from engines.reading.reader import read
-from engines.reading.wire import Alive, Answer, Ask, Call, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
+from engines.reading.wire import Answer, Ask, Call, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 from engines.types import ReplicaInfo
 
@@ -74,7 +74,6 @@ class ReaderServer:
         if isinstance(message, Hello):
             if hmac.compare_digest(message.key.encode(), self._key.encode()):
                 self._asks.setdefault(wire, {})
-                wire.send(Alive())
                 return
         elif (asks := self._asks.get(wire)) is not None:
             if isinstance(message, Cancel):
@@ -94,13 +93,12 @@ class ReaderServer:
 
     async def _answer(self, wire: Connected, asked: Ask | Call) -> None:
         TRACE_CONTEXT.set(asked.trace)
-        body = orjson.loads(asked.body)
         try:
             if isinstance(asked, Call):
-                answer = await self.engine.read(asked.method, asked.path, body, asked.timeout_s)
+                answer = await self.engine.read(asked.method, asked.path, asked.body, asked.timeout_s)
                 wire.send(Answer(asked.number, answer))
             else:
-                await self._tell(wire, asked, body)
+                await self._tell(wire, asked, orjson.loads(asked.body))
         except Exception as error:
             if not isinstance(error, RolloutGatewayError):
                 log.exception("a reply could not be read in a way that was not foreseen", path=asked.path)

@@ -29,7 +29,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 class Hello(Struct, tag=0, array_like=True, gc=False):
-    """The first message of a gateway, and its question whether the reader runs."""
+    """The first message of a gateway."""
 
     key: str
 
@@ -47,7 +47,7 @@ class Ask(Struct, tag=1, array_like=True, gc=False):
 
 
 class Call(Struct, tag=6, array_like=True, gc=False):
-    """A request for a route of the engine's own, with its body in JSON: of a gateway on another node."""
+    """A request for a route of the engine's own, with its body in JSON."""
 
     number: int
     method: str
@@ -97,12 +97,8 @@ class Failed(Struct, tag=4, array_like=True, gc=False):
         return error
 
 
-class Alive(Struct, tag=5, array_like=True, gc=False):
-    """The reader runs, whatever its engine does: the answer to `Hello`."""
-
-
 ToReader = Hello | Ask | Call | Cancel
-ToGateway = Told | Answer | Failed | Alive
+ToGateway = Told | Answer | Failed
 
 
 class Wire(asyncio.BufferedProtocol, Generic[S, R]):

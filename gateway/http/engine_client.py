@@ -12,7 +12,6 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
     """Return the client of a replica's engine, with the way to the reader beside it."""
     engine = _client(config, info)
     engine.beside = Link(info.replica_id, info.reader, info.reader_key)
-    engine.is_far = info.is_far
     return engine
 
 

@@ -105,8 +105,7 @@ class ReplicaInfo:
     transport: the backend of weight transfer that it was started with; "" where it has to be asked.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
-    is_far: True on another node than the gateway's, where the store's folder may not be shared. `url` has its address
-        there, at which loopback alone answers.
+    is_far: True on another node than the gateway's, where the store's folder may not be shared.
     reader: host and port of the reader beside it, and its key; "" before it is there.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     phases: those of its start, up to `started`; () for an external server.

@@ -37,11 +37,6 @@ class Standby:
         self._has_started.clear()
         self._task = asyncio.create_task(self._keep(beside), name="standby")
 
-    @property
-    def is_ready(self) -> bool:
-        """True while an engine sleeps here."""
-        return self.server is not None and self.server.sleeps
-
     async def take(self) -> EngineServer | None:
         """Return the sleeping engine, which is the caller's then; None where none is ready.
 

@@ -4,18 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
-from gateway.cli.cluster.application import (
-    DeployFailed,
-    Running,
-    last_words,
-    met_by_the_gateway,
-    wait_for_serve,
-)
+from gateway.cli.cluster.application import Running, met_by_the_gateway, wait_for_serve
 from gateway.cli.cluster.changes import changes, has_running_engine, scaled
 from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import start_ray
-from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
+from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi
 from gateway.cli.cluster.state import State, changing
 from gateway.cli.down import delete, down
 from gateway.config.machine import lacks, misplaced, missing_keys
@@ -53,18 +47,14 @@ def _up(config: Config, report: Report, timeout_s: float) -> Running:
         is_new = before is None
         state.write()
         _deploy(api, document, before, report)
-        _wait_until_running(api, config, before, report, timeout_s)
-        return met_by_the_gateway(config, report, "all replicas", _is_healthy)
+        wait_for_serve(api, config, before, report, timeout_s)
+        return met_by_the_gateway(config, report)
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
         elif before is not None:
             report.note("`rollout-gateway status` tells what serves now; `up` with the file of before brings that back")
         raise
-
-
-def _is_healthy(found: Running, _: object) -> bool:
-    return ask_control_plane(found.control_url or found.rollout_url, "/health") is not None
 
 
 def _check_cluster(config: Config, api: ServeApi) -> None:
@@ -139,18 +129,3 @@ def _undo(name: str, report: Report) -> None:
         down(name, report)
     except RolloutGatewayError as error:
         report.step(f"could not undo: {error}")
-
-
-def _wait_until_running(
-    api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report, timeout_s: float
-) -> None:
-    deployed_before = before["last_deployed_time_s"] if before else None
-
-    def settled(application: dict[str, Any]) -> bool:
-        if application["last_deployed_time_s"] == deployed_before:
-            return False
-        if application["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
-            raise DeployFailed(last_words(application) or f"Serve gave up on {config.name} and does not say why")
-        return bool(application["status"] == "RUNNING")
-
-    wait_for_serve(api, config, report, timeout_s, "the application to run", settled)

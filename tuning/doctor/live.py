@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from engines.errors import ConfigError, GatewayUnreachable, UsageError
 from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
+from gateway.fleet.watch.engine_page import kv_tokens_of
 from gateway.opener import opener
 from tuning.doctor.engine_view import EngineView
 
@@ -201,21 +202,3 @@ def _key(key: str, environ: Mapping[str, str]) -> str:
 def _plain(value: Any) -> Any:
     """torch.bfloat16 is how vLLM prints a dtype."""
     return value.removeprefix("torch.") if isinstance(value, str) else value
-
-
-def kv_tokens_of(rows: Iterable[Mapping[str, str]]) -> int | None:
-    """The tokens by the labels of `vllm:cache_config_info`, which has a row for each copy of the model.
-
-    Newer vLLM names the tokens of the row's own copy. Blocks are those of all copies together, in each row, and in a
-    model with other layers than full attention a block holds other tokens than `block_size` says.
-    """
-    rows = list(rows)
-    if own := sum(_whole(row, "kv_cache_size_tokens") for row in rows):
-        return own
-    return max((_whole(row, "num_gpu_blocks") * _whole(row, "block_size") for row in rows), default=0) or None
-
-
-def _whole(row: Mapping[str, str], label: str) -> int:
-    """A count; 0 where a row lacks it."""
-    text = row.get(label, "")
-    return int(text) if text.isdecimal() else 0

@@ -12,7 +12,6 @@ from rich.console import Console
 from engines.errors import ConfigError
 from gateway.config.load import load
 from gateway.config.machine import models_missing, visible_gpus
-from gateway.config.schema import Config
 from tuning.duration import seconds_of
 from tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
 from tuning.tune.batch import drawn
@@ -43,7 +42,9 @@ def tune_command(
 ) -> None:
     """Measure settings of an engine on this machine, and write the best as a configuration."""
     found = load(config, context.args)
-    name = _chosen_group(found, group)
+    name = group or next(iter(found.groups))
+    if name not in found.groups or (len(found.groups) > 1 and not group):
+        raise ConfigError(f"--group names one of the engine groups: {', '.join(found.groups)}")
     engine = found.groups[name]
     if missing := list(models_missing(found)):
         raise ConfigError("\n".join(missing))
@@ -69,13 +70,3 @@ def tune_command(
     else:
         print_outcome(Console(), outcome)
     report(f"{out / 'best.yaml'} is the configuration, {out / 'evidence.json'} the evidence")
-
-
-def _chosen_group(config: Config, name: str | None) -> str:
-    """Return the group that `--group` names, or the only one. Raises `ConfigError` where there is no such group."""
-    names = ", ".join(config.groups)
-    if name and name not in config.groups:
-        raise ConfigError(f"--group {name}: there is no such engine group; there is {names}")
-    if not name and len(config.groups) > 1:
-        raise ConfigError(f"there are several engine groups: name one with --group ({names})")
-    return name or next(iter(config.groups))

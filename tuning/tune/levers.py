@@ -55,13 +55,9 @@ def grid(engine: EngineConfig, given: Sequence[str], completions: int, num_gpus:
 def applied(engine: EngineConfig, setting: Setting) -> EngineConfig:
     """Return the engine with these levers. Raise `ConfigError` for values that exclude each other."""
     try:
-        changed = EngineConfig.model_validate(engine.model_dump() | dict(setting))
+        return EngineConfig.model_validate(engine.model_dump() | dict(setting))
     except ValidationError as error:
         raise ConfigError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
-    tokens, sequences = changed.max_num_batched_tokens, changed.max_num_seqs
-    if changed.kind is EngineKind.VLLM and tokens is not None and tokens < sequences:
-        raise ConfigError(f"max_num_batched_tokens = {tokens!r}: a step cannot hold max_num_seqs = {sequences}")
-    return changed
 
 
 def text_of(setting: Setting) -> str:

@@ -13,7 +13,7 @@ from engines.errors import ConfigError, GatewayUnreachable
 from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 from tuning.doctor.finding import Finding, Severity
-from tuning.doctor.live import Live, kv_tokens_of, look, watch
+from tuning.doctor.live import Live, look, watch
 from tuning.doctor.rules.all import SECTIONS, examine
 from tuning.doctor.subject import subject_of
 
@@ -212,23 +212,3 @@ async def test_a_watched_gateway_is_looked_at_twice(rig: Rig) -> None:
     live = await asyncio.to_thread(watch, rig.url, "", 0.01)
     assert live.watched_s == 0.01
     assert live.total("generated") == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens"),
-    [
-        ([{"block_size": "16", "num_gpu_blocks": "150"}], 2400),
-        ([{"block_size": "16", "num_gpu_blocks": "150"}] * 2, 2400),
-        ([{"block_size": "16", "num_gpu_blocks": "150", "kv_cache_size_tokens": "1200"}] * 2, 2400),
-        ([{"block_size": "8", "num_gpu_blocks": "320", "kv_cache_size_tokens": "463459"}], 463_459),
-        ([{"block_size": "8", "num_gpu_blocks": "320", "kv_cache_size_tokens": "None"}], 2560),
-        ([{"block_size": "16", "num_gpu_blocks": "None"}], None),
-        ([], None),
-    ],
-    ids=[
-        "a copy", "the blocks of both copies in each row", "tokens of each copy", "layers of several kinds",
-        "a size that is not known", "neither known", "none",
-    ],
-)  # fmt: skip
-def test_the_size_of_the_kv_cache(rows: list[dict[str, str]], tokens: int | None) -> None:
-    assert kv_tokens_of(rows) == tokens

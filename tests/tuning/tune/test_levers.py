@@ -45,6 +45,7 @@ def test_a_lever_that_cannot_be_is_refused_by_name(engine: EngineConfig, given: 
 
 
 def test_values_that_do_not_go_together_are_no_setting() -> None:
-    share = {"gpus_per_replica": 0.5, "gpu_memory_utilization": 0.4}
-    engine = EngineConfig(kind=EngineKind.VLLM, model=str(TINY), device="cpu", **share)
+    engine = EngineConfig(
+        kind=EngineKind.VLLM, model=str(TINY), device="cpu", gpus_per_replica=0.5, gpu_memory_utilization=0.4
+    )
     assert grid(engine, ["gpu_memory_utilization=0.9,0.5"], 64, 0) == [{"gpu_memory_utilization": 0.5}]

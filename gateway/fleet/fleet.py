@@ -34,6 +34,9 @@ from gateway.fleet.watch.starts import Starts, words
 
 log = structlog.get_logger()
 
+_WAKES_WITHIN_S = 6.0
+"""A standby takes 2 to 3 s to serve (7B on an H200)."""
+
 _LEAVES = "Serve removes it; it finishes what it has"
 _OF_AN_UPDATE = {ReplicaState.SERVING, ReplicaState.UPDATING}
 """States between which each replica goes in an update, which is one event by itself."""
@@ -334,6 +337,9 @@ class Fleet:
         if state is ReplicaState.LOST:
             self._count_loss(replica)
             self._forget(replica)
+            self._leave_rests_to_standby(replica)
+        elif state is ReplicaState.SERVING:
+            self._take_rests(replica.info.model)
         self._look_who_is_missing()
         self.notify()
 
@@ -387,6 +393,23 @@ class Fleet:
         else:
             self.losses[replica.info.group] += 1
             self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
+
+    def _leave_rests_to_standby(self, lost: Replica) -> None:
+        """Where a standby follows a lost engine, have the others leave most of its rollouts to it, while it wakes."""
+        if self.models.groups[lost.info.group].standby and not lost.is_leaving:
+            others = self.serving(lost.info.model)
+            share = sum(len(replica.prompts) for replica in (lost, *others)) / (1 + len(others))
+            for replica in others:
+                replica.prompts.leave_rests(share)
+            asyncio.get_running_loop().call_later(_WAKES_WITHIN_S, self._wait_no_longer, lost.info.model)
+
+    def _take_rests(self, model: str) -> None:
+        for replica in self.serving(model):
+            replica.prompts.take_rests()
+
+    def _wait_no_longer(self, model: str) -> None:
+        self._take_rests(model)
+        self.notify()
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""

@@ -1,6 +1,7 @@
 """One replica: its weights, its adapters and its rollouts in flight. `fleet.py` changes its state."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,9 @@ _READ_AT_ONCE = 4096
 """Tokens of rests that an engine reads at once: half of a step of vLLM on a large GPU, in the time of about three steps
 without prompts."""
 _READ_WITHIN_S = 0.25
+_SHARE_BESIDE_STANDBY = 0.25
+"""Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have
+nothing to do until they end."""
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
@@ -59,8 +63,12 @@ class Prompts:
 
     def __init__(self) -> None:
         self.unread = 0
+        self._most = math.inf
         self._in_flight: dict[int, Work] = {}
         self._unread: dict[int, tuple[int, Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
 
     @property
     def longest(self) -> int:
@@ -69,8 +77,18 @@ class Prompts:
     @property
     def may_add(self) -> bool:
         """False while the engine has enough rests to read, unless it has nothing else to do. With more its own rollouts
-        would stand still: each step that is filled with prompts makes one token of each."""
-        return self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
+        would stand still: each step that is filled with prompts makes one token of each. False also where the rests are
+        those of an engine whose standby wakes, and enough have been added."""
+        has_time = self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
+        return has_time and len(self._in_flight) < self._most
+
+    def leave_rests(self, share: float) -> None:
+        """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes. With less than its
+        `share` of all rollouts an engine would have nothing to do meanwhile."""
+        self._most = max(share, (1 + _SHARE_BESIDE_STANDBY) * len(self._in_flight))
+
+    def take_rests(self) -> None:
+        self._most = math.inf
 
     def begin(self, rollout: Work) -> None:
         self._in_flight[id(rollout)] = rollout

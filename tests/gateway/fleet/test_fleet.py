@@ -1,6 +1,7 @@
 """Who may serve: replicas that join, fall silent, die and come back."""
 
 import asyncio
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from engines.types import EngineStart, ReplicaInfo, ReplicaState
 from gateway.config.schema import Config
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.routing import Rollout
 from tests.rigs.calls import until
 from tests.rigs.rig import FAST_WATCH, SimReplica, StartRig
 
@@ -49,6 +51,42 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
     await rig.until({"engine-0": "SERVING"})
     await asyncio.wait_for(rig.complete([[5]]), 30)
     assert rig.fleet.replicas[0].engine is not engine
+
+
+@pytest.mark.parametrize("standby", [0, 1])
+async def test_others_leave_the_rollouts_of_a_lost_engine_to_its_standby_for_some_seconds(
+    standby: int, start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.fleet.fleet._WAKES_WITHIN_S", 1.0)
+    engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "standby": standby}
+    rig = await start_rig(engine=engine, weights={"store": str(tmp_path)})
+    victim, other = rig.fleet.replicas
+    rollouts = [Rollout(request_id=name, model="sim", n=1, tokens=1) for name in ("first", "second", "third")]
+    other.prompts.begin(rollouts[0])
+    other.prompts.begin(rollouts[1])
+    await rig.replicas[0].kill()
+    await until(lambda: victim.state is ReplicaState.LOST)
+    other.prompts.begin(rollouts[2])
+    assert other.prompts.may_add == (not standby)
+    await until(lambda: other.prompts.may_add)
+
+
+async def test_an_idle_engine_takes_its_share_of_the_rollouts_that_are_left_to_a_standby(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "standby": 1}
+    rig = await start_rig(engine=engine, weights={"store": str(tmp_path)})
+    victim, other = rig.fleet.replicas
+    lost = [Rollout(request_id=f"lost-{number}", model="sim", n=1, tokens=1) for number in range(8)]
+    for rollout in lost:
+        victim.prompts.begin(rollout)
+    await rig.replicas[0].kill()
+    await until(lambda: victim.state is ReplicaState.LOST)
+    taken = 0
+    while other.prompts.may_add:
+        other.prompts.begin(lost[taken])
+        taken += 1
+    assert taken == 4
 
 
 async def test_an_engine_that_tells_its_start_is_discovered_at_once(start_rig: StartRig) -> None:

@@ -225,6 +225,22 @@ async def test_rests_are_not_held_back_beside_nothing_but_rests_to_read() -> Non
     await played.stop()
 
 
+async def test_rests_are_left_to_a_standby_that_wakes_and_other_rollouts_are_placed_meanwhile() -> None:
+    played = Played(1, places=100)
+    for number in range(8):
+        await played.submit(f"own-{number}")
+    (replica,) = played.fleet.replicas
+    replica.prompts.leave_rests(4)
+    for number in range(5):
+        await played.submit(f"rest-{number}", **rest(10))
+    await played.submit("new")
+    assert played.placed[8:] == ["rest-0", "rest-1", "new"]
+    replica.prompts.take_rests()
+    await played.end("new")
+    assert played.placed[11:] == ["rest-4", "rest-3", "rest-2"]  # the last of equal length is first
+    await played.stop()
+
+
 async def test_rests_do_not_wait_for_an_engine_that_reads_them_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.fleet.replica._READ_WITHIN_S", 0.01)
     played = Played(1, places=100)

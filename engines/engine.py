@@ -43,8 +43,10 @@ class Preparation:
     obstacle: str = ""
 
 
-def body_in_json(body: Json) -> bytes:
-    """The JSON of a request's body."""
+def body_in_json(body: Json | bytes | None) -> bytes:
+    """The JSON of a request's body; no bytes where there is none."""
+    if body is None or isinstance(body, bytes):
+        return body or b""
     try:
         return orjson.dumps(body)
     except TypeError as error:  # more than 254 levels, or text that is no UTF-8
@@ -52,12 +54,12 @@ def body_in_json(body: Json) -> bytes:
 
 
 class Beside(Protocol):
-    """A reader beside the engine, which is asked in its place. Errors are those of the engine."""
+    """A reader beside the engine, which makes all calls to it. Errors are those of the engine."""
 
     async def read(
         self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool
     ) -> None: ...
-    async def check(self, timeout_s: float) -> None: ...
+    async def call(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes: ...
     async def close(self) -> None: ...
 
 
@@ -82,11 +84,9 @@ class Engine(ABC):
     async def health(self, timeout_s: float) -> None:
         """Return if the engine serves, else raise."""
 
-    async def check(self, timeout_s: float) -> None:
-        """Return if the engine serves and the reader beside it answers, each in so many seconds, else raise."""
-        await self.health(timeout_s)
-        if self.beside is not None:
-            await self.beside.check(timeout_s)
+    @abstractmethod
+    async def read(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
+        """Call a route of the server's own, with an object or its JSON; return the answer as it was written."""
 
     @abstractmethod
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:

@@ -1,32 +1,4 @@
-"""All errors of this product. Catch only errors that you retry, translate or record.
-
-RolloutGatewayError
-├── ConfigError               wrong configuration; names file, line, key and remedy
-├── InvalidRequest            wrong client request; names the field
-│   ├── UnknownModel          no replica serves the model
-│   ├── UnknownRequest        no record of a request of this id
-│   ├── UnknownRoute          no replica's engine has what the route needs
-│   ├── UnknownCursor         no event of a submission has the cursor: its gateway lost it
-│   ├── IdTaken               another submission has the id
-│   ├── SessionFrozen         a session takes no call any more, or is to be frozen first
-│   ├── BodyTooLarge          the body is over the limit in bytes
-│   └── DeadlyPrompt          engines die under it
-├── Withdrawn                 its client aborted the rollout while no replica had it
-├── NotAllowed                the key is missing, wrong, or not an admin key
-├── TooManyRequests           submissions are full; `retry_after_s` says when to retry
-├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone
-├── DeadlineExceeded          a bounded wait ran out; names the wait
-├── GatewayUnreachable        no gateway answers at the rollout URL, or the connection broke before the reply
-├── EngineError               an engine's error; names the replica
-│   ├── EngineStartFailed     the start failed; gives the reason and the end of the log
-│   ├── EngineUnreachable     the connection failed or broke: retry on another replica
-│   │   └── EngineGone        nothing listens on the port any more
-│   ├── EngineOverwritten     a failed update has overwritten its weights: generate the rollout again
-│   ├── EngineRefused         it answered 4xx; `status` says whose fault that is
-│   └── EngineFailed          the engine answered 5xx, or broke its protocol
-├── WeightUpdateConflict      a weight call is out of order, of a second trainer, or of tensors of another model
-└── WeightUpdateFailed        a replica did not take the update
-"""
+"""All errors of this product. Catch only errors that you retry, translate or record."""
 
 import reprlib
 from typing import Any

@@ -22,7 +22,6 @@ from engines.config import EngineConfig
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
-from engines.process.forwarder import Forwarder
 from engines.process.kept_engine import KeptEngine
 from engines.process.log_lines import write_log_lines
 from engines.types import EngineKind, EngineStart, ReplicaInfo
@@ -57,7 +56,6 @@ class EngineReplica:
             has_standby=config.standby > 0,
             on_start=lambda _: self._has_started.set(),
         )
-        self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
         self._telling = asyncio.create_task(self._tell_starts(), name="tell starts")
@@ -83,9 +81,9 @@ class EngineReplica:
         return self._engine.incarnation
 
     async def describe(self, node: str) -> ReplicaInfo:
-        """Return the replica's description, with an engine URL and a reader that a gateway on `node` can reach.
+        """Return the replica's description, with a reader that a gateway on `node` can reach.
 
-        Ports beyond loopback are opened only at the first call from another node.
+        A port beyond loopback is opened only at the first call from another node.
         """
         own = ray.get_runtime_context().get_node_id()
         async with self._opening:
@@ -102,10 +100,8 @@ class EngineReplica:
         info = await self._engine.reader.beside(info, host)
         if info.kind is EngineKind.EXTERNAL:
             return info
-        if self._forwarder is not None:
-            await self._forwarder.close()
-        self._forwarder = Forwarder(info.url)
-        return replace(info, url=await self._forwarder.open(host), key=self._forwarder.key)
+        address = f"[{host}]" if ":" in host else host
+        return replace(info, url=info.url.replace("127.0.0.1", address), is_far=True)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Tell Serve how many replicas would run at once what the gateway has for this group. Serve asks where the
@@ -127,8 +123,6 @@ class EngineReplica:
         await self._engine.keep_no_longer()
         if self._engine.reader is not None:
             await self._drained()
-        if self._forwarder is not None:
-            await self._forwarder.close()
         await self._engine.stop()
 
     async def _drained(self) -> None:

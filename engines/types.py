@@ -105,7 +105,7 @@ class ReplicaInfo:
     transport: the backend of weight transfer that it was started with; "" where it has to be asked.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
-    key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
+    is_far: True on another node than the gateway's, where the store's folder may not be shared.
     reader: host and port of the reader beside it, and its key; "" before it is there.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     phases: those of its start, up to `started`; () for an external server.
@@ -138,7 +138,7 @@ class ReplicaInfo:
     phases: tuple[Phase, ...] = ()
     log_path: str = ""
     stopped: int = 0
-    key: str = field(default="", repr=False)
+    is_far: bool = False
     reader: str = ""
     reader_key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
@@ -149,11 +149,6 @@ class ReplicaInfo:
     def takes_weights(self) -> bool:
         """True if it joins weight groups; otherwise its weights never change."""
         return self.world_size > 0
-
-    @property
-    def is_far(self) -> bool:
-        """True on another node, where the store's folder may not be shared."""
-        return bool(self.key)
 
     @property
     def takes_packed(self) -> bool:

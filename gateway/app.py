@@ -23,7 +23,7 @@ from engines.process.process import longest_stop_s
 from engines.serve_replica import EngineReplica
 from engines.types import EngineStart, ReplicaInfo
 from gateway.config.autoscaling import sizing
-from gateway.config.load import check_models, key_variables, with_secrets
+from gateway.config.load import key_variables, with_secrets
 from gateway.config.placement import Nodes, Resource, check_placement, cpus_to_reserve, lacking, needed
 from gateway.config.schema import Config
 from gateway.control import Control
@@ -47,7 +47,6 @@ def build(args: Config) -> serve.Application:
     Raises `ConfigError` for engines that cannot come up: Serve would wait for GPUs and CPUs without end.
     """
     config = with_secrets(args)
-    check_models(config)
     if not config.serve.nodes_may_join:
         check_placement(config.groups, _nodes("CPU"), "CPU")
         if needed(config.groups):

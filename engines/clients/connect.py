@@ -6,7 +6,7 @@ from engines.engine import Engine
 from engines.types import EngineKind
 
 
-def connect(kind: EngineKind, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> Engine:
+def connect(kind: EngineKind, replica_id: str, url: str, *, has_tee: bool = False) -> Engine:
     """Return the client of one engine server."""
     client = SglangEngine if kind is EngineKind.SGLANG else VllmEngine
-    return client(replica_id, url, api_key, has_tee=has_tee)
+    return client(replica_id, url, has_tee=has_tee)

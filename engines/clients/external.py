@@ -154,8 +154,7 @@ class ExternalServer:
             try:
                 models = list((await vllm.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
                 is_sglang = bool(models) and models[0].get("owned_by") == "sglang"
-                named = await _answer(sglang, "GET", "/v1/models") if is_sglang else None
-                return list(named["data"]) if named else models
+                return list((await _answer(sglang, "/v1/models")).get("data", models)) if is_sglang else models
             except EngineRefused as error:
                 key = "; is engine.api_key right?" if error.status in (401, 403) else ""
                 raise EngineStartFailed(f"{self._url}: {error}{key}") from error
@@ -178,7 +177,7 @@ class ExternalServer:
             )
         dialect = Dialect(owner)
         probe = sglang if dialect is Dialect.SGLANG else vllm
-        routes, version, world_size = await _capabilities(probe, str(card["id"]))
+        routes, version, world_size = await _capabilities(probe)
         has_routes = routes >= _WEIGHT_ROUTES and world_size > 0
         takes_weights = has_routes and not is_too_old(dialect, version)
         return ReplicaInfo(
@@ -218,26 +217,19 @@ async def _runs_our_plugin(probe: SglangEngine) -> bool:
         return False
 
 
-async def _capabilities(probe: HttpEngine, model: str) -> tuple[frozenset[str], str, int]:
+async def _capabilities(probe: HttpEngine) -> tuple[frozenset[str], str, int]:
     """Return routes, version ("" if unknown) and workers (0 if unknown) of the server."""
-    openapi, health, version, world, tokenize = await asyncio.gather(
-        _answer(probe, "GET", "/openapi.json"),
-        _answer(probe, "GET", "/health"),
-        _answer(probe, "GET", "/version"),
-        _answer(probe, "GET", "/get_world_size"),
-        _answer(probe, "POST", "/tokenize", {"model": model, "prompt": "a"}),
+    openapi, version, world = await asyncio.gather(
+        *(_answer(probe, path) for path in ("/openapi.json", "/version", "/get_world_size"))
     )
-    tried = {"/health": health, "/version": version, "/get_world_size": world, "/tokenize": tokenize}
-    listed = openapi.get("paths") if openapi else None
-    found = {route for route, answer in tried.items() if answer is not None}
-    routes = _COMMON_ROUTES | found | set(listed if isinstance(listed, dict) else ())
-    size = (world or {}).get("world_size")
-    return routes, str((version or {}).get("version") or ""), size if isinstance(size, int) else 0
+    listed, size = openapi.get("paths"), world.get("world_size")
+    routes = _COMMON_ROUTES | set(listed if isinstance(listed, dict) else ())
+    return routes, str(version.get("version") or ""), size if isinstance(size, int) else 0
 
 
-async def _answer(probe: HttpEngine, method: str, path: str, body: Json | None = None) -> Json | None:
-    """Return the route's answer; None if it fails or is late."""
+async def _answer(probe: HttpEngine, path: str) -> Json:
+    """Return the route's answer; {} if it fails or is late."""
     try:
-        return await probe.ask(method, path, body, _PROBE_TIMEOUT_S)
+        return await probe.ask("GET", path, None, _PROBE_TIMEOUT_S)
     except (EngineError, DeadlineExceeded):
-        return None
+        return {}

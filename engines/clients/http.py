@@ -50,10 +50,10 @@ class HttpEngine(Engine, ABC):
             await self.beside.close()
 
     async def health(self, timeout_s: float) -> None:
-        await self._read("GET", "/health", None, timeout_s)
+        await self.read("GET", "/health", None, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
-        return (await self._read("GET", "/metrics", None, timeout_s)).decode(errors="replace")
+        return (await self.read("GET", "/metrics", None, timeout_s)).decode(errors="replace")
 
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         # vLLM and SGLang list them among the models, with the base model as parent.
@@ -71,7 +71,7 @@ class HttpEngine(Engine, ABC):
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         """Return the server's JSON object for its own route `path`."""
-        return self._decoded(path, await self._read(method, path, body, timeout_s))
+        return self._decoded(path, await self.read(method, path, body, timeout_s))
 
     async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         """Yield the events of a stream up to [DONE], in lists of those that came together."""
@@ -98,16 +98,20 @@ class HttpEngine(Engine, ABC):
         code = error.get("code") if isinstance(error, dict) else None
         return error_of(code, message, chunk, self.replica_id)
 
-    async def _read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
+    async def read(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
+        if self.beside is not None and not self._connections.closed:
+            return await self.beside.call(method, path, body, timeout_s)
         async with self._request(method, path, body, timeout_s) as response:
             return await response.read()
 
     @contextlib.asynccontextmanager
-    async def _request(self, method: str, path: str, body: Json | None, timeout_s: float) -> AsyncIterator[Connection]:
+    async def _request(
+        self, method: str, path: str, body: Json | bytes | None, timeout_s: float
+    ) -> AsyncIterator[Connection]:
         """Send a request; translate connection errors and engine statuses into our errors."""
         if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
-        data = None if body is None else body_in_json(body)
+        data = body_in_json(body) or None
         headers = TRACE_CONTEXT.get() | (_JSON if data else {})
         try:
             async with self._connections.request(

@@ -1,26 +1,13 @@
 """An SGLang server over HTTP, behind vLLM's dialect (tested with 0.5.23).
 
-    vLLM                                  SGLang
-    POST /v1/completions                  /generate, see `sglang_dialect`
-    POST /v1/chat/completions             the same; structured_outputs becomes regex, ebnf or response_format
-    POST /tokenize, /detokenize           /v1/tokenize, /v1/detokenize; the text is `prompt`, not `text`
-    GET /v1/models                        the same, with the name of /server_info: SGLang lists the folder loaded last
-    GET /health, /metrics                 the same
-    GET /version, /server_info,           /server_info
-        /get_world_size
-    GET /weight_info                      /model_info weight_version
-    weight_versions of a completion       meta_info weight_versions
-    POST /pause mode=abort                /pause_generation abort
-                mode=keep                 /pause_generation in_place
-                mode=wait                 poll /v1/loads until nothing runs, then in_place
-    POST /resume                          /continue_generation
-    POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
-    POST /init_weight_transfer_engine,    /weights_checker, by which our plugin in its workers hears of them
-        /update_weights, /collective_rpc
+`_ROUTES` has the routes. Beside them:
+
+    POST /v1/completions                  see `sglang_dialect`
+    POST /v1/chat/completions             structured_outputs becomes regex, ebnf or response_format
+    GET /v1/models                        with the name of /server_info: SGLang lists the folder loaded last
+    POST /pause mode=wait                 poll /v1/loads until nothing runs, then in_place
+    POST /reset_prefix_cache              /flush_cache answers 400 while requests run
     load_snapshot without our plugin      /update_weights_from_disk
-    POST /finish_weight_update            /update_weight_version
-    POST /v1/load_lora_adapter            /load_lora_adapter
-    POST /v1/unload_lora_adapter          /unload_lora_adapter
     model = an adapter's name             lora_path = that name
 
 SGLang by itself supports neither vLLM's packed chunks nor its rendezvous. With our plugin in its workers
@@ -31,7 +18,7 @@ group, and loads versions of the store. It does so only without data parallelism
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -106,51 +93,39 @@ class SglangEngine(EngineWithWorkers):
         self._adapters: set[str] = set()
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        match path.partition("?")[0]:
-            case "/openapi.json":
-                return self._translated(_vllms_routes, await self._call("GET", path, None, timeout_s))
-            case "/v1/models":
-                return await self._models(timeout_s)
-            case "/server_info":
-                return self._translated(server_info, await self._server_info(timeout_s))
-            case "/version":
-                return self._translated(_version, await self._server_info(timeout_s))
-            case "/get_world_size":
-                return {"world_size": self._translated(world_size, await self._server_info(timeout_s))}
-            case "/tokenize":
-                return await self._call(method, "/v1/tokenize", body, timeout_s)
-            case "/detokenize":
-                return self._translated(_prompt, await self._call(method, "/v1/detokenize", body, timeout_s))
-            case _:
-                return await self._call(method, path, body, timeout_s)
+        route = path.partition("?")[0]
+        if route == "/v1/models":
+            return await self._models(timeout_s)
+        answer = await self._call(method, _ROUTES.get(route, path), body, timeout_s)
+        return self._translated(_ANSWERS.get(route, dict), answer)
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         with self._in_vllms_words():
-            await self._check_token_ids(body, timeout_s)
-            if path == CHAT:
-                asked = chat_body(body) | self._adapter_of(body) | {"stream": False}
-                return self._translated(chat_reply, await self._call("POST", path, asked, timeout_s))
-            asked = generate_body(body) | self._adapter_of(body) | {"stream": False}
-            answer = await self._call("POST", "/generate", asked, timeout_s)
-            return self._translated(CompletionReply(body).whole, answer)
+            asked = await self._asked(path, body, timeout_s, stream=False)
+            answer = await self._call("POST", _ROUTES[path], asked, timeout_s)
+            return self._translated(chat_reply if path == CHAT else CompletionReply(body).whole, answer)
 
     async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         with self._in_vllms_words():
-            await self._check_token_ids(body, timeout_s)
-            if path == CHAT:
-                asked = chat_body(body) | self._adapter_of(body) | {"stream": True}
-                async with aclosing(self._events(path, asked, timeout_s)) as blocks:
-                    async for events in blocks:
-                        yield events
-                return
-            asked = generate_body(body) | self._adapter_of(body) | {"stream": True}
+            asked = await self._asked(path, body, timeout_s, stream=True)
             reply = CompletionReply(body, replica_id=self.replica_id)
-            async with aclosing(self._events("/generate", asked, timeout_s)) as blocks:
-                async for answer in (self._decoded("/generate", event) async for events in blocks for event in events):
-                    if (translated := self._translated(reply.chunk, answer)) is not None:
-                        yield [orjson.dumps(translated)]
-            if (body.get("stream_options") or {}).get("include_usage"):
+            async with aclosing(self._events(_ROUTES[path], asked, timeout_s)) as blocks:
+                async for events in blocks:
+                    if path == CHAT:
+                        yield events
+                        continue
+                    for event in events:
+                        answer = self._decoded("/generate", event)
+                        if (translated := self._translated(reply.chunk, answer)) is not None:
+                            yield [orjson.dumps(translated)]
+            if path != CHAT and (body.get("stream_options") or {}).get("include_usage"):
                 yield [orjson.dumps(reply.last())]
+
+    async def _asked(self, path: str, body: Json, timeout_s: float, *, stream: bool) -> Json:
+        """Return the body as SGLang takes it."""
+        await self._check_token_ids(body, timeout_s)
+        adapter = {"lora_path": body["model"]} if body.get("model") in self._adapters else {}
+        return (chat_body(body) if path == CHAT else generate_body(body)) | adapter | {"stream": stream}
 
     async def _told_label(self, timeout_s: float) -> str:
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))
@@ -210,7 +185,7 @@ class SglangEngine(EngineWithWorkers):
 
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
         try:
-            await self._read("POST", "/flush_cache", None, timeout_s)
+            await self.read("POST", "/flush_cache", None, timeout_s)
         except EngineRefused:
             return False
         return True
@@ -229,10 +204,6 @@ class SglangEngine(EngineWithWorkers):
         known = await super().lora_adapters(timeout_s)
         self._adapters = set(known)
         return known
-
-    def _adapter_of(self, body: Json) -> Json:
-        """Return SGLang's field for the adapter named by `model`."""
-        return {"lora_path": body["model"]} if body.get("model") in self._adapters else {}
 
     async def _check_token_ids(self, body: Json, timeout_s: float) -> None:
         """Refuse ids outside the vocabulary: SGLang does not check, and its server dies."""
@@ -262,11 +233,9 @@ class SglangEngine(EngineWithWorkers):
         """Return the model list with the start name, not the folder loaded last."""
         listed = await self._call("GET", "/v1/models", None, timeout_s)
         if not self._served_name:
-            self._served_name = self._translated(_served_name, await self._server_info(timeout_s))
+            info = await self._call("GET", "/server_info", None, timeout_s)
+            self._served_name = self._translated(lambda told: str(told["served_model_name"]), info)
         return self._translated(partial(_renamed, name=self._served_name), listed)
-
-    async def _server_info(self, timeout_s: float) -> Json:
-        return await self._call("GET", "/server_info", None, timeout_s)
 
     async def _load_by_itself(self, path: str, timeout_s: float) -> None:
         # No flush and no abort: prefixes are salted by weight version, and no request runs. The format is named, as
@@ -276,7 +245,7 @@ class SglangEngine(EngineWithWorkers):
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         answer = await self._call("POST", _WORKERS, {"action": call_text(method, arguments)}, timeout_s)
-        return self._translated(_workers_answers, answer)
+        return self._translated(lambda told: list(orjson.loads(told["message"])), answer)
 
     async def _set_label(self, label: str, timeout_s: float) -> None:
         # SGLang's default here aborts all requests.
@@ -318,28 +287,22 @@ def _vllms_routes(openapi: Json) -> Json:
     return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
 
 
-def _version(info: Json) -> Json:
-    return {"version": info["version"]}
-
-
-def _served_name(info: Json) -> str:
-    return str(info["served_model_name"])
-
-
-def _prompt(detokenized: Json) -> Json:
-    return {"prompt": detokenized["text"]}
-
-
 def _renamed(listed: Json, name: str) -> Json:
     """Return a model list with `name` for the model, the first, and for the parent of adapters."""
     model, *adapters = listed["data"]
     return {**listed, "data": [{**model, "id": name, "root": name}, *({**one, "parent": name} for one in adapters)]}
 
 
-def _workers_answers(answer: Json) -> list[Any]:
-    return list(orjson.loads(answer["message"]))
-
-
 def _num_requests(answer: Json) -> int:
     """Return the requests that run or wait."""
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
+
+
+# Of routes whose answers differ from vLLM's.
+_ANSWERS: Mapping[str, Callable[[Json], Json]] = {
+    "/openapi.json": _vllms_routes,
+    "/server_info": server_info,
+    "/version": lambda info: {"version": info["version"]},
+    "/get_world_size": lambda info: {"world_size": world_size(info)},
+    "/detokenize": lambda told: {"prompt": told["text"]},
+}

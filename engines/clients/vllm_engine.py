@@ -24,7 +24,7 @@ class VllmEngine(EngineWithWorkers):
         return await self.ask("POST", path, self._asked(body, stream=False), timeout_s)
 
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
-        return await self._read("POST", path, self._asked(body, stream=False), timeout_s)
+        return await self.read("POST", path, self._asked(body, stream=False), timeout_s)
 
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return self._events(path, self._asked(body, stream=True), timeout_s)
@@ -78,11 +78,11 @@ class VllmEngine(EngineWithWorkers):
 
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
         # Never in place: vLLM would then read the folder again for every batch, under running requests.
-        await self._read("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
+        await self.read("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
 
     async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
         try:
-            await self._read("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
+            await self.read("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
         except EngineRefused as error:
             if error.status != 404:
                 raise
@@ -98,7 +98,7 @@ class VllmEngine(EngineWithWorkers):
         """Have workers and scheduler forget what the weights made of images. An engine whose workers alone have, as in
         vLLM's reload, ends at the next request with such an image."""
         with contextlib.suppress(EngineRefused):  # vLLM without the route
-            await self._read("POST", "/reset_encoder_cache", None, timeout_s)
+            await self.read("POST", "/reset_encoder_cache", None, timeout_s)
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}

@@ -82,8 +82,7 @@ class KeptEngine:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Those of a start that goes on, also of a standby that is waited for; () where none does."""
-        starting = self.standby.starting if self.standby is not None else None
-        server = starting or self._server
+        server = (self.standby.server if self.standby is not None else None) or self._server
         return server.phases.told() if self._is_starting and isinstance(server, EngineServer) else ()
 
     async def check(self) -> None:

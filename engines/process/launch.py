@@ -11,6 +11,7 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.inside_vllm.plugin import METHOD
 from engines.levers import LEVERS, Lever
+from engines.model_folder import is_quantised, model_folder
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
 from engines.process.warm_start import Preload
@@ -115,6 +116,7 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
     _check_release("SGLang", Dialect.SGLANG, versions["sglang"])
     _refuse_vllms_levers(config)
+    _refuse_own_quantization(config)
     arguments = [
         _argument("model_path", config.model),
         *(_argument(lever.sglang, getattr(config, lever.name), lever) for lever in _levers(config)),
@@ -162,6 +164,18 @@ def _refuse_vllms_levers(config: EngineConfig) -> None:
     for lever in LEVERS:
         if not lever.sglang and getattr(config, lever.name) != EngineConfig.model_fields[lever.name].default:
             raise ConfigError(f"engine.{lever.name} is vLLM's alone; with kind: sglang use {lever.instead}")
+
+
+def _refuse_own_quantization(config: EngineConfig) -> None:
+    """Raise `ConfigError` where an SGLang that a trainer updates quantises a plain checkpoint itself."""
+    if config.quantization != "fp8" or config.frozen:
+        return
+    folder = model_folder(config)
+    if folder is not None and not is_quantised(folder):
+        raise ConfigError(
+            "engine.quantization = 'fp8': an update ends an SGLang that has quantised its weights itself; set kind = "
+            "vllm, or frozen = true where no trainer updates them"
+        )
 
 
 def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:

@@ -20,15 +20,14 @@ _FROM_SEED_TO_SEED = 7_368_787
 
 
 class Standby:
-    """Owns the sleeping engine of one replica, and the task that starts it. `index` is as for `EngineServer`.
+    """Owns the second engine of one replica, and the task that starts it. `index` is as for `EngineServer`.
 
-    starting: the server of a standby that does not sleep yet; None where none starts.
+    server: that engine, while it starts or sleeps; None where there is none.
     """
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._ready: EngineServer | None = None
-        self.starting: EngineServer | None = None
+        self.server: EngineServer | None = None
         self._has_started = asyncio.Event()
         self._has_started.set()
         self._task: asyncio.Task[None] | None = None
@@ -38,18 +37,13 @@ class Standby:
         self._has_started.clear()
         self._task = asyncio.create_task(self._keep(beside), name="standby")
 
-    @property
-    def is_ready(self) -> bool:
-        """True while an engine sleeps here."""
-        return self._ready is not None
-
     async def take(self) -> EngineServer | None:
         """Return the sleeping engine, which is the caller's then; None where none is ready.
 
         Wait for one that starts: a new engine would start no sooner.
         """
         await self._has_started.wait()
-        server, self._ready = self._ready, None
+        server, self.server = self.server, None
         await self.stop()
         return server
 
@@ -60,26 +54,16 @@ class Standby:
             self._task = None
 
     async def _keep(self, beside: EngineServer) -> None:
-        try:
-            await self._start_again_and_again(beside)
-        finally:
-            self._has_started.set()
-
-    async def _start_again_and_again(self, beside: EngineServer) -> None:
         wait_s = _AGAIN_S / 2
         while True:
             self._index += _FROM_SEED_TO_SEED
             self._has_started.clear()
+            server: EngineServer | None = None
             try:
-                server = await asyncio.to_thread(beside.standby, self._index)
-            except ConfigError as error:
-                log.warning("there is no standby", reason=str(error))
-                return
-            try:
-                self.starting = server
+                server = self.server = await asyncio.to_thread(beside.standby, self._index)
                 await server.start()
                 await server.sleep()
-                self.starting, self._ready, since = None, server, time.monotonic()
+                since = time.monotonic()
                 self._has_started.set()
                 await server.ended()
                 log.warning("a standby has ended")
@@ -87,11 +71,11 @@ class Standby:
                     wait_s = _AGAIN_S / 2
             except (ConfigError, EngineError, DeadlineExceeded) as error:
                 log.warning("a standby did not start", reason=str(error))
+                if server is None:
+                    return
             finally:
-                self.starting = None
-                was_taken = server.sleeps and self._ready is not server
-                if not was_taken:
-                    self._ready = None
+                if server is not None and self.server is server:  # else it was taken
+                    self.server = None
                     await server.stop()
                 self._has_started.set()
             await asyncio.sleep(wait_s := min(2 * wait_s, _LONGEST_WAIT_S))

@@ -4,8 +4,8 @@ import asyncio
 from typing import NamedTuple
 
 from engines.engine import Json, Take, body_in_json
-from engines.errors import DeadlineExceeded, EngineUnreachable
-from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, ToReader, Wire
+from engines.errors import DeadlineExceeded, EngineGone, EngineUnreachable
+from engines.reading.wire import Answer, Ask, Call, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -13,10 +13,10 @@ _SLACK_S = 5.0
 
 
 class _Asked(NamedTuple):
-    """A request under way: who takes its chunks, and its end."""
+    """A request under way: who takes its chunks, and its end, with the answer to a call."""
 
     take: Take
-    end: asyncio.Future[None]
+    end: asyncio.Future[bytes]
 
     def fail(self, error: Exception) -> None:
         if not self.end.done():
@@ -33,37 +33,45 @@ class Link:
         self._opening = asyncio.Lock()
         self._asks: dict[int, _Asked] = {}
         self._number = 0
-        self._hears = asyncio.Event()
 
     async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
         """Have the engine asked; `take` gets its chunks as they come, those of a reply that nobody streams joined, and
         its errors end the request. Return at the reply's end."""
-        self._number = number = self._number + 1
-        content, joins = body_in_json(body), not (streams or is_whole)
-        loop = asyncio.get_running_loop()
-        self._asks[number] = asked = _Asked(take, loop.create_future())
-        timer = loop.call_later(timeout_s + _SLACK_S, self._late, asked, path, timeout_s)
+        joins, trace = not (streams or is_whole), TRACE_CONTEXT.get()
+        ask = Ask(self._next_number(), path, body_in_json(body), timeout_s, is_whole, joins, trace)
+        await self._end_of(ask, take, timeout_s + _SLACK_S)
+
+    async def call(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
+        """Have the engine asked on a route of its own; return its answer as it was written."""
+        call = Call(self._next_number(), method, path, body_in_json(body), timeout_s, TRACE_CONTEXT.get())
         try:
-            wire = self._wire or await self._connected()
-            wire.send(Ask(number, path, content, timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
-            await asked.end
+            return await self._end_of(call, lambda _: None, timeout_s)
+        except EngineUnreachable as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):  # the engine ends with its reader's process
+                raise EngineGone(f"{path}: its reader has ended", replica_id=self._replica_id) from error
+            raise
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    async def _end_of(self, ask: Ask | Call, take: Take, limit_s: float) -> bytes:
+        loop = asyncio.get_running_loop()
+        self._asks[ask.number] = asked = _Asked(take, loop.create_future())
+        timer = loop.call_later(limit_s, self._late, asked, ask)
+        try:
+            wire = self._wire
+            if wire is None:
+                async with asyncio.timeout(limit_s):
+                    wire = await self._connected()
+            wire.send(ask)
+            return await asked.end
+        except TimeoutError:
+            raise self._lateness(ask) from None
         finally:
             timer.cancel()
-            if self._asks.pop(number, None) and self._wire is not None:
-                self._wire.send(Cancel(number))
-
-    async def check(self, timeout_s: float) -> None:
-        """Raise unless the reader answers within so many seconds: a process that stands still takes connections."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                wire = await self._connected()
-                self._hears.clear()
-                wire.send(Hello(self._key))
-                await self._hears.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"replica {self._replica_id}: its reader is silent for {timeout_s:g} s") from None
-        if self._wire is not wire:
-            raise self._unreachable("the connection to its reader broke")
+            if self._asks.pop(ask.number, None) and self._wire is not None:
+                self._wire.send(Cancel(ask.number))
 
     async def close(self) -> None:
         """End the connection; requests in flight fail."""
@@ -87,29 +95,31 @@ class Link:
                 self._wire = wire
             return self._wire
 
-    def _late(self, asked: _Asked, path: str, timeout_s: float) -> None:
-        asked.fail(DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s"))
+    def _late(self, asked: _Asked, ask: Ask | Call) -> None:
+        asked.fail(self._lateness(ask))
+
+    def _lateness(self, ask: Ask | Call) -> DeadlineExceeded:
+        return DeadlineExceeded(f"replica {self._replica_id}: no answer to {ask.path} within {ask.timeout_s:g} s")
 
     def _received(self, _: Wire[ToReader, ToGateway], message: ToGateway) -> None:
-        self._hears.set()
-        if isinstance(message, Alive) or (asked := self._asks.get(message.number)) is None or asked.end.done():
+        if (asked := self._asks.get(message.number)) is None or asked.end.done():
             return
         try:
             if isinstance(message, Failed):
                 raise message.error()
-            asked.take(message.chunks)
-            if message.is_last:
-                asked.end.set_result(None)
+            if isinstance(message, Told):
+                asked.take(message.chunks)
+            if isinstance(message, Answer) or message.is_last:
+                asked.end.set_result(message.content if isinstance(message, Answer) else b"")
         except Exception as error:
             asked.end.set_exception(error)
-        if isinstance(message, Failed) or message.is_last:
+        if not isinstance(message, Told) or message.is_last:
             del self._asks[message.number]
 
     def _ended(self, wire: Wire[ToReader, ToGateway]) -> None:
         if wire is not self._wire:
             return
         self._wire = None
-        self._hears.set()
         broken, self._asks = self._asks, {}
         for asked in broken.values():
             asked.fail(self._unreachable("the connection to its reader broke"))

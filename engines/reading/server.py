@@ -16,7 +16,7 @@ from engines.chunks import Chunk
 from engines.engine import Engine, Json, Take
 from engines.errors import EngineFailed, RolloutGatewayError
 from engines.raw_json import NO_JSON
-from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
+from engines.reading.wire import Answer, Ask, Call, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 from engines.types import ReplicaInfo
 
@@ -33,7 +33,7 @@ Connected = Wire[ToGateway, ToReader]
 
 
 class ReaderServer:
-    """Asks an engine for the gateways that know `key`, and tells them its chunks.
+    """Asks an engine for the gateways that know `key`, and tells them its chunks and answers.
 
     An engine's request ends with its `Cancel`, and with the connection that it came on.
     """
@@ -74,7 +74,6 @@ class ReaderServer:
         if isinstance(message, Hello):
             if hmac.compare_digest(message.key.encode(), self._key.encode()):
                 self._asks.setdefault(wire, {})
-                wire.send(Alive())
                 return
         elif (asks := self._asks.get(wire)) is not None:
             if isinstance(message, Cancel):
@@ -92,20 +91,29 @@ class ReaderServer:
         for task in self._asks.pop(wire, {}).values():
             task.cancel()
 
-    async def _answer(self, wire: Connected, ask: Ask) -> None:
-        TRACE_CONTEXT.set(ask.trace)
+    async def _answer(self, wire: Connected, asked: Ask | Call) -> None:
+        TRACE_CONTEXT.set(asked.trace)
+        try:
+            if isinstance(asked, Call):
+                answer = await self.engine.read(asked.method, asked.path, asked.body, asked.timeout_s)
+                wire.send(Answer(asked.number, answer))
+            else:
+                await self._tell(wire, asked, orjson.loads(asked.body))
+        except Exception as error:
+            if not isinstance(error, RolloutGatewayError):
+                log.exception("a reply could not be read in a way that was not foreseen", path=asked.path)
+                error = EngineFailed(f"its reader failed: {error!r:.200}", replica_id=self.engine.replica_id)
+            wire.send(Failed.of(asked.number, error))
+
+    async def _tell(self, wire: Connected, ask: Ask, body: Json) -> None:
         telling = _Telling(wire, ask)
         self._telling.add(telling)
-        body = orjson.loads(ask.body)
         try:
             await read(self.engine, ask.path, body, ask.timeout_s, telling.take, is_whole=ask.is_whole)
             wire.send(Told(ask.number, telling.rest(), is_last=True))
-        except Exception as error:
-            if not isinstance(error, RolloutGatewayError):
-                log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
-                error = EngineFailed(f"its reader failed: {error!r:.200}", replica_id=self.engine.replica_id)
+        except Exception:
             telling.tell()
-            wire.send(Failed.of(ask.number, error))
+            raise
         finally:
             self._telling.discard(telling)
             telling.close()

@@ -27,7 +27,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 class Hello(Struct, tag=0, array_like=True, gc=False):
-    """The first message of a gateway, and its question whether the reader runs."""
+    """The first message of a gateway."""
 
     key: str
 
@@ -44,6 +44,17 @@ class Ask(Struct, tag=1, array_like=True, gc=False):
     trace: dict[str, str]
 
 
+class Call(Struct, tag=6, array_like=True, gc=False):
+    """A request for a route of the engine's own, with its body in JSON."""
+
+    number: int
+    method: str
+    path: str
+    body: bytes
+    timeout_s: float
+    trace: dict[str, str]
+
+
 class Cancel(Struct, tag=2, array_like=True, gc=False):
     """Nobody waits for the reply any more."""
 
@@ -56,6 +67,13 @@ class Told(Struct, tag=3, array_like=True, gc=False):
     number: int
     chunks: list[Chunk]
     is_last: bool = False
+
+
+class Answer(Struct, tag=7, array_like=True, gc=False):
+    """The engine's answer to a `Call`, as it was written."""
+
+    number: int
+    content: bytes
 
 
 class Failed(Struct, tag=4, array_like=True, gc=False):
@@ -77,12 +95,8 @@ class Failed(Struct, tag=4, array_like=True, gc=False):
         return error
 
 
-class Alive(Struct, tag=5, array_like=True, gc=False):
-    """The reader runs, whatever its engine does: the answer to `Hello`."""
-
-
-ToReader = Hello | Ask | Cancel
-ToGateway = Told | Failed | Alive
+ToReader = Hello | Ask | Call | Cancel
+ToGateway = Told | Answer | Failed
 
 
 class Wire(asyncio.BufferedProtocol, Generic[S, R]):

@@ -27,7 +27,7 @@ from gateway.cli.vllm_serve import OPTIONS, read_options
 from gateway.config.load import explain, load
 from gateway.config.machine import lacks, missing_keys
 from gateway.config.schema import Config
-from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
+from gateway.config.serve_document import serve_config
 
 RUN, LOOK = "Run", "Look"
 DEFAULT_NAME = str(Config.model_fields["name"].default)
@@ -135,12 +135,7 @@ def logs_command(
 @app.command("build", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def build_command(context: typer.Context, config: File = None) -> None:
     """Print the document that `serve deploy` takes."""
-    built = load(config, context.args)
-    for name, keys in written_out_keys(built).items():
-        if keys:
-            variable = ENVIRONMENT_REFERENCES[name].removeprefix("env:")
-            print(f"gateway.{name} is left out; set {variable} where Ray is started", file=sys.stderr)
-    print(yaml.safe_dump(serve_config(built), sort_keys=False, allow_unicode=True), end="")
+    print(yaml.safe_dump(serve_config(load(config, context.args)), sort_keys=False, allow_unicode=True), end="")
 
 
 @app.command("example", rich_help_panel=RUN)

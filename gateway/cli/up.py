@@ -1,28 +1,20 @@
 """`rollout-gateway up`: a Ray head where none runs, and the Serve application on it."""
 
-import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
-from gateway.cli.cluster.application import (
-    DeployFailed,
-    Running,
-    last_words,
-    met_by_the_gateway,
-    wait_for_serve,
-)
+from gateway.cli.cluster.application import Running, met_by_the_gateway, wait_for_serve
 from gateway.cli.cluster.changes import changes, has_running_engine, scaled
 from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import start_ray
-from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
-from gateway.cli.cluster.state import State, changing, write_private
+from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi
+from gateway.cli.cluster.state import State, changing
 from gateway.cli.down import delete, down
 from gateway.config.machine import lacks, misplaced, missing_keys
 from gateway.config.schema import Config
-from gateway.config.serve_document import config_of, serve_config, written_out_keys
+from gateway.config.serve_document import config_of, serve_config
 
 # Time for placing replicas and for Serve's own start, on top of the engines' start.
 _DEPLOY_SLACK_S = 120.0
@@ -40,7 +32,7 @@ def up(config: Config, report: Report, timeout_s: float | None = None) -> Runnin
 
 
 def _up(config: Config, report: Report, timeout_s: float) -> Running:
-    api = ServeApi.from_environment()
+    api, document = ServeApi.from_environment(), serve_config(config)
     state = _state(config.name, api)
     is_new, before = False, None
     try:
@@ -54,19 +46,15 @@ def _up(config: Config, report: Report, timeout_s: float) -> Running:
         before = _application_before(api, config.name, report)
         is_new = before is None
         state.write()
-        _deploy(api, config, before, report)
-        _wait_until_running(api, config, before, report, timeout_s)
-        return met_by_the_gateway(config, report, "all replicas", _is_healthy)
+        _deploy(api, document, before, report)
+        wait_for_serve(api, config, before, report, timeout_s)
+        return met_by_the_gateway(config, report)
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
         elif before is not None:
             report.note("`rollout-gateway status` tells what serves now; `up` with the file of before brings that back")
         raise
-
-
-def _is_healthy(found: Running, _: object) -> bool:
-    return ask_control_plane(found.control_url or found.rollout_url, "/health") is not None
 
 
 def _check_cluster(config: Config, api: ServeApi) -> None:
@@ -121,9 +109,8 @@ def _application_before(api: ServeApi, name: str, report: Report) -> dict[str, A
     return None
 
 
-def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report) -> None:
+def _deploy(api: ServeApi, document: Mapping[str, Any], before: Mapping[str, Any] | None, report: Report) -> None:
     deployed = before and before.get("deployed_app_config")
-    document = serve_config(config, _key_files(config))
     found = changes(deployed, document["applications"][0]) if deployed else None
     if found is not None:
         report.note(str(found))
@@ -142,35 +129,3 @@ def _undo(name: str, report: Report) -> None:
         down(name, report)
     except RolloutGatewayError as error:
         report.step(f"could not undo: {error}")
-
-
-def _key_files(config: Config) -> dict[str, str]:
-    """Write keys for the builder into files that this user alone reads; Serve shows their paths to everybody."""
-    files = {name: _key_file(f"{config.name}.{name}", keys) for name, keys in written_out_keys(config).items() if keys}
-    return {name: f"file:{path}" for name, path in files.items()}
-
-
-def _key_file(name: str, keys: Sequence[str]) -> Path:
-    """Return the file of these keys. Other keys get another file, since Serve restarts nothing for equal arguments."""
-    text = "\n".join(keys) + "\n"
-    for path in State.folder().glob(f"{name}.*"):
-        if path.read_text(encoding="utf-8") == text:
-            return path
-    path = State.folder() / f"{name}.{secrets.token_hex(4)}"
-    write_private(path, text)
-    return path
-
-
-def _wait_until_running(
-    api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report, timeout_s: float
-) -> None:
-    deployed_before = before["last_deployed_time_s"] if before else None
-
-    def settled(application: dict[str, Any]) -> bool:
-        if application["last_deployed_time_s"] == deployed_before:
-            return False
-        if application["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
-            raise DeployFailed(last_words(application) or f"Serve gave up on {config.name} and does not say why")
-        return bool(application["status"] == "RUNNING")
-
-    wait_for_serve(api, config, report, timeout_s, "the application to run", settled)

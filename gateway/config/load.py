@@ -14,7 +14,6 @@ from pydantic import SecretStr, ValidationError
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, UsageError
-from engines.process.preflight import misfits
 from engines.types import EngineKind
 from gateway.config.schema import Config
 from gateway.config.sources import (
@@ -28,6 +27,7 @@ from gateway.config.sources import (
     nearest,
     put_environment,
     put_overrides,
+    read_text,
 )
 
 HIDDEN = "**********"
@@ -76,14 +76,7 @@ def validated(given: Given, path: Path | None = None) -> Config:
         lines = dict.fromkeys(_report(given, dict(problem)) for problem in error.errors(include_url=False))
         kind = UsageError if all(line.startswith("argument ") for line in lines) else ConfigError
         raise kind("\n".join(lines)) from None
-    config = _with_paths_found(config, given, [Path.cwd(), path.resolve().parent] if path else [Path.cwd()])
-    _check_models(config, given)
-    return config
-
-
-def check_models(config: Config) -> None:
-    """Raise `ConfigError` for engine settings that their checkpoints rule out, where those can be read here."""
-    _check_models(config, Given())
+    return _with_paths_found(config, given, [Path.cwd(), path.resolve().parent] if path else [Path.cwd()])
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
@@ -124,7 +117,10 @@ def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) ->
 def revealed(key: str, text: str, environ: Mapping[str, str]) -> list[str]:
     """Return the keys that `env:NAME` or `file:PATH` refers to; any other text is a key. `key` is for messages."""
     if (path := key_file(text)) is not None:
-        return _keys_of_file(key, path)
+        try:
+            return keys_in(path)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
     kind, _, variable = text.partition(":")
     if kind != "env" or not variable:
         return [text]
@@ -140,31 +136,11 @@ def key_file(item: str) -> Path | None:
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the keys of a file. Raise `OSError` where it cannot be read, and `ValueError` where it holds none."""
-    found = path.read_text(encoding="utf-8").split()
+    """Return the keys of a file. Raise `ConfigError` where it holds none, for the process that reads it."""
+    found = read_text(path).split()
     if not found:
-        raise ValueError(f"no key in {path}")
+        raise ConfigError(f"no key in {path}, as seen by the process that reads it")
     return found
-
-
-def _keys_of_file(key: str, path: Path) -> list[str]:
-    try:
-        return keys_in(path)
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}, as seen by the process that reads it") from error
-
-
-def _check_models(config: Config, given: Given) -> None:
-    lines = []
-    for name, group in config.groups.items():
-        section = ("engines", name) if config.engines else ("engine",)
-        for misfit in misfits(group):
-            place, key = _blamed(given, (*section, misfit.field))
-            lines.append(f"{place}{dotted(key)} = {misfit.value!r}: {misfit.message}")
-    if lines:
-        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def _report(given: Given, problem: dict[str, Any]) -> str:

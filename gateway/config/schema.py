@@ -98,7 +98,7 @@ class GatewayConfig(Section):
     port: int = Field(8100, ge=0, le=65535)
     """Port of the rollout URL; 0 takes a free one."""
     inference_keys: list[Key] = Field(default_factory=list)
-    """Bearer keys for generation. Prefer the environment or a file to writing them here."""
+    """Bearer keys for generation, as env:NAME or file:PATH."""
     admin_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
     trusted_networks: list[IPvAnyNetwork] = Field([ip_network("127.0.0.0/8"), ip_network("::1/128")])
@@ -276,12 +276,3 @@ class Config(Section):
     def groups(self) -> dict[str, EngineConfig]:
         """Engine groups by name."""
         return self.engines or {"engine": self.engine}
-
-    def chosen_group(self, name: str | None) -> str:
-        """Return the group that `--group` names, or the only one. Raises `ConfigError` where there is no such group."""
-        names = ", ".join(self.groups)
-        if name and name not in self.groups:
-            raise ConfigError(f"--group {name}: there is no such engine group; there is {names}")
-        if not name and len(self.groups) > 1:
-            raise ConfigError(f"there are several engine groups: name one with --group ({names})")
-        return name or next(iter(self.groups))

@@ -5,22 +5,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engines.config import KEY_REFERENCES, is_reference
+from engines.config import is_reference
 from engines.errors import ConfigError
 from gateway.config.schema import Config
-from gateway.config.sources import PREFIX
 
 _IMPORT_PATH = "gateway.app:build"
-KEY_LISTS = ("inference_keys", "admin_keys")
-ENVIRONMENT_REFERENCES = {name: f"env:{PREFIX}GATEWAY__{name.upper()}" for name in KEY_LISTS}
 
 
-def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REFERENCES) -> dict[str, Any]:
-    """Build the document without a key in it: Serve shows the document to everybody.
-
-    Keys written out in `config` are replaced by `references`, from which the gateway's builder reads them: `env:NAME`
-    or `file:PATH`, by the name of their list.
-    """
+def serve_config(config: Config) -> dict[str, Any]:
+    """Build the document. Serve shows it to everybody, so raise `ConfigError` for a key that is written out."""
     serve = config.serve
     return {
         "proxy_location": serve.proxy_location,
@@ -30,7 +23,7 @@ def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REF
                 "name": config.name,
                 "route_prefix": "/",
                 "import_path": _IMPORT_PATH,
-                "args": _args(config, references),
+                "args": _args(config),
             }
         ],
     }
@@ -52,21 +45,17 @@ def config_of(application: Mapping[str, Any]) -> Config:
         ) from None
 
 
-def written_out_keys(config: Config) -> dict[str, list[str]]:
-    """Return keys that are written out in the configuration, by the name of their list."""
-    lists = {name: getattr(config.gateway, name) for name in KEY_LISTS}
-    return {name: [key.get_secret_value() for key in keys if not is_reference(key)] for name, keys in lists.items()}
-
-
-def _args(config: Config, references: Mapping[str, str]) -> dict[str, Any]:
+def _args(config: Config) -> dict[str, Any]:
+    for name in ("inference_keys", "admin_keys"):
+        if not all(map(is_reference, getattr(config.gateway, name))):
+            raise ConfigError(
+                f"gateway.{name} has a key that is written out, and Serve would show it to everybody: name it as "
+                "env:NAME or file:PATH, which the gateway's node reads"
+            )
     args = config.model_dump(mode="json", exclude_defaults=True)
     if config.engines:
         # Each group carries all it took over; given again, a group's return to a default would be lost.
         args.pop("engine", None)
         # A group may be nothing but defaults.
         args["engines"] = {name: args["engines"].get(name, {}) for name in config.engines}
-    for name, keys in written_out_keys(config).items():
-        if keys:
-            kept = [key for key in args["gateway"][name] if key.startswith(KEY_REFERENCES)]
-            args["gateway"][name] = [*kept, references[name]]
     return args

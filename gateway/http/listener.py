@@ -219,14 +219,13 @@ async def _store_is_free(config: Config) -> None:
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
-    """Return the client of a replica's engine, with the way to the reader beside it. A replica reports only its
-    forwarder's key; those of external servers are configured."""
+    """Return the client of a replica's engine, with the way to the reader beside it."""
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
         engine: Engine = external_engine(info, key.get_secret_value() if key else "")
     else:
-        engine = connect(info.kind, info.replica_id, info.url, info.key, has_tee=info.has_tee)
+        engine = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
     engine.beside = Link(info.replica_id, info.reader, info.reader_key)
     return engine
 

@@ -98,7 +98,7 @@ class GatewayServer:
             SessionRoutes(self._sessions),
             SubmissionRoutes(self._submissions),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
-            SglangRoutes(fleet, scheduler, weights, sglang, models.description, own),
+            SglangRoutes(fleet, scheduler, weights, sglang, own),
             dashboard,
         ]
 

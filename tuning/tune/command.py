@@ -42,7 +42,9 @@ def tune_command(
 ) -> None:
     """Measure settings of an engine on this machine, and write the best as a configuration."""
     found = load(config, context.args)
-    name = found.chosen_group(group)
+    name = group or next(iter(found.groups))
+    if name not in found.groups or (len(found.groups) > 1 and not group):
+        raise ConfigError(f"--group names one of the engine groups: {', '.join(found.groups)}")
     engine = found.groups[name]
     if missing := list(models_missing(found)):
         raise ConfigError("\n".join(missing))

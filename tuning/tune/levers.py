@@ -10,7 +10,6 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError, UsageError
 from engines.levers import LEVERS
 from engines.process.launch import gpus_per_replica
-from engines.process.preflight import misfits
 from engines.types import EngineKind
 
 Value = int | float | str | bool | None
@@ -56,12 +55,9 @@ def grid(engine: EngineConfig, given: Sequence[str], completions: int, num_gpus:
 def applied(engine: EngineConfig, setting: Setting) -> EngineConfig:
     """Return the engine with these levers. Raise `ConfigError` for values that exclude each other."""
     try:
-        changed = EngineConfig.model_validate(engine.model_dump() | dict(setting))
+        return EngineConfig.model_validate(engine.model_dump() | dict(setting))
     except ValidationError as error:
         raise ConfigError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
-    if found := misfits(changed):
-        raise ConfigError(f"{found[0].field} = {found[0].value!r}: {found[0].message}")
-    return changed
 
 
 def text_of(setting: Setting) -> str:

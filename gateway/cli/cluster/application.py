@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,32 +124,31 @@ def _configured_url(application: Mapping[str, Any]) -> str:
 
 
 def wait_for_serve(
-    api: ServeApi,
-    config: Config,
-    report: Report,
-    timeout_s: float,
-    awaited: str,
-    settled: Callable[[dict[str, Any]], bool],
+    api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report, timeout_s: float
 ) -> None:
-    """Wait until `settled` holds for Serve's details of the application, and report its replicas meanwhile."""
+    """Wait until the application runs by Serve's details, and report its replicas meanwhile; `before` are those of the
+    one that it replaces. Raise `DeployFailed`."""
     seen: dict[str, Any] = {}
 
     def check() -> bool:
         details = api.details()
         seen.update(details["applications"].get(config.name) or {})
         report.replicas(stages_of(seen, config.groups, gateway_status(details) if seen else {}))
-        return bool(seen) and settled(seen)
+        if not seen or (before and seen["last_deployed_time_s"] == before["last_deployed_time_s"]):
+            return False
+        if seen["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
+            raise DeployFailed(last_words(seen) or f"Serve gave up on {config.name} and does not say why")
+        return bool(seen["status"] == "RUNNING")
 
     try:
-        report.wait_until(check, timeout_s, awaited)
+        report.wait_until(check, timeout_s, "the application to run")
     except DeadlineExceeded as error:
-        raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
+        states = "  ".join(f"{name}: {text}" for name, text in replica_states(seen).items())
+        raise DeployFailed(f"{error}; Serve says: {states or 'no replica listed'} {last_words(seen)}") from error
 
 
-def met_by_the_gateway(
-    config: Config, report: Report, awaited: str, met: Callable[[Running, dict[str, Any]], bool]
-) -> Running:
-    """Wait until `met` holds for the application and the gateway's status, and return the application.
+def met_by_the_gateway(config: Config, report: Report) -> Running:
+    """Wait until the gateway is healthy, and return the application.
 
     Serve knows that replicas run a moment before the gateway does, and new replicas may have weights to load. Raises
     `DeployFailed` for a replica that the gateway refuses.
@@ -161,17 +160,11 @@ def met_by_the_gateway(
         status = ask_control_plane(found.control_url, "/status") or {}
         for replica_id, reason in status.get("replicas_refused", {}).items():
             raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
-        return met(found, status)
+        return ask_control_plane(found.control_url or found.rollout_url, "/health") is not None
 
-    report.step(f"waiting for the gateway to meet {awaited}")
-    report.wait_until(check, config.fleet.complete_within_s, f"the gateway to meet {awaited}")
+    report.step("waiting for the gateway to meet all replicas")
+    report.wait_until(check, config.fleet.complete_within_s, "the gateway to meet all replicas")
     return found
-
-
-def describe(application: Mapping[str, Any]) -> str:
-    """Return one line: each deployment with its replicas by state."""
-    states = replica_states(application)
-    return "  ".join(f"{name}: {text}" for name, text in states.items()) or "no replica listed"
 
 
 def replica_states(application: Mapping[str, Any]) -> dict[str, str]:

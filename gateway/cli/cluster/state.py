@@ -1,5 +1,5 @@
-"""What commands keep of an application on this machine: the record that `up` leaves for `down`, which Ray it started
-and the files that it wrote, and a lock, so that two commands never change it at once."""
+"""What commands keep of an application on this machine: the record that `up` leaves for `down`, of the Ray that it
+started, and a lock, so that two commands never change it at once."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from engines.errors import RolloutGatewayError
 from engines.store.files import try_lock
-from gateway.config.serve_document import KEY_LISTS
 
 
 class ApplicationBusy(RolloutGatewayError):
@@ -39,13 +38,11 @@ class State:
             return None
 
     def write(self) -> None:
-        write_private(self.folder() / f"{self.name}.json", json.dumps(asdict(self)))
+        self.folder().mkdir(parents=True, exist_ok=True)
+        (self.folder() / f"{self.name}.json").write_text(json.dumps(asdict(self)))
 
     def remove(self) -> None:
         (self.folder() / f"{self.name}.json").unlink(missing_ok=True)
-        for keys in KEY_LISTS:
-            for path in self.folder().glob(f"{self.name}.{keys}.*"):
-                path.unlink(missing_ok=True)
 
     @property
     def ray_lives(self) -> bool:
@@ -69,15 +66,6 @@ def changing(name: str, verb: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that this user alone may read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def process_started_at(pid: int) -> int | None:

@@ -22,7 +22,7 @@ class Probes:
     async def probe(self, replica: Replica) -> Failure | None:
         """Ask an engine for its health. Return the reason why it did not answer well."""
         try:
-            await replica.engine.check(self._config.probe_timeout_s)
+            await replica.engine.health(self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded) as error:
             replica.evidence.failure = error
             return error

@@ -67,14 +67,12 @@ class Keys:
         self._now = now
         self._looked_at = now()
         self._known: dict[str, list[_Key]] = {}
-        self._files: dict[str, tuple[Path, object]] = {}
+        self._files: dict[str, Path] = {}
         for index, item in enumerate(items):
             name, text = f"{section}[{index}]", item.get_secret_value()
             if path := key_file(text):
-                try:
-                    self._read(name, path)
-                except (OSError, ValueError) as error:
-                    raise ConfigError(f"{name}: {path} holds no key that can be read: {error}") from error
+                self._files[name] = path
+                self._read(name, path)
             else:
                 self._known[name] = [_Key(name, text)]
 
@@ -94,33 +92,15 @@ class Keys:
     def _now_known(self) -> "list[_Key]":
         if self._now() - self._looked_at >= _LOOK_S:
             self._looked_at = self._now()
-            self._look()
+            for name, path in self._files.items():
+                try:
+                    self._read(name, path)
+                except ConfigError as error:
+                    log.error("keys cannot be read: the keys before still hold", name=name, error=str(error))
         return [one for keys in self._known.values() for one in keys]
 
-    def _look(self) -> None:
-        """Read the files that have changed. One that is gone, or holds no key, leaves the keys that it had before."""
-        for name, (path, seen) in self._files.items():
-            if _signature(path) == seen:
-                continue
-            try:
-                self._read(name, path)
-                log.info("keys were read again", file=str(path), keys=len(self._known[name]))
-            except (OSError, ValueError) as error:
-                log.error("keys cannot be read: the keys before still hold", file=str(path), error=str(error))
-
     def _read(self, name: str, path: Path) -> None:
-        found = _signature(path)
         self._known[name] = [_Key(f"{name}, key {at} of {path}", key) for at, key in enumerate(keys_in(path), 1)]
-        self._files[name] = path, found
-
-
-def _signature(path: Path) -> object:
-    """What changes with the content, and with the permission to read it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: str) -> bytes:

@@ -67,13 +67,6 @@ class ModelRoutes:
         router.add_post("/v1/load_lora_adapter", access.for_admin(self._load_adapter))
         router.add_post("/v1/unload_lora_adapter", access.for_admin(self._unload_adapter))
 
-    async def description(self) -> Json:
-        """Return SGLang's description of the policy."""
-        card = await self._model_card(self.fleet.models.first)
-        path = card.get("root") or card["id"]
-        described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
-        return described | {"preferred_sampling_params": None, "weight_version": str(self.fleet.version)}
-
     async def _list_models(self, request: web.Request) -> web.Response:
         """Reply with the card of each model, the policy first: TRL uses the first card."""
         first = self.fleet.models.first
@@ -113,7 +106,11 @@ class ModelRoutes:
         return reply(answer["value"] if answer.keys() == {"value"} else answer)  # a list is wrapped by the client
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return reply(await self.description())
+        """Reply with SGLang's description of the policy."""
+        card = await self._model_card(self.fleet.models.first)
+        path = card.get("root") or card["id"]
+        described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
+        return reply(described | {"preferred_sampling_params": None, "weight_version": str(self.fleet.version)})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         """Load a LoRA adapter from a folder on all replicas."""

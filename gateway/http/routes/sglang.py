@@ -4,13 +4,11 @@ The engines' own ports are on loopback, so the gateway lists itself as the only 
 replica.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 
-from engines.engine import Json
 from engines.errors import InvalidRequest
 from engines.types import PauseMode
 from gateway.dialects.sampling import check_id
@@ -26,21 +24,17 @@ _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": Pause
 
 @dataclass(eq=False)
 class SglangRoutes:
-    """SGLang's own routes. `model_info` makes the reply of GET /model_info."""
+    """SGLang's own routes."""
 
     fleet: Fleet
     scheduler: Scheduler
     weights: WeightCoordinator
     generate: SglangGenerate
-    model_info: Callable[[], Awaitable[Json]]
     own: OwnRequests
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
         router.add_get("/workers", access.for_inference(self._workers))
-        router.add_get("/list_workers", access.for_inference(self._list_workers))
-        router.add_get("/get_server_info", access.for_inference(self._server_info))
-        router.add_get("/get_weight_version", access.for_inference(self._weight_version))
         abort_all = access.for_admin(self._abort_all)
         router.add_post("/abort_request", access.for_inference(partial(self._abort_request, abort_all)))
         for method in ("GET", "POST"):
@@ -51,7 +45,7 @@ class SglangRoutes:
     async def _workers(self, request: web.Request) -> web.Response:
         worker = {
             "id": self.fleet.models.first,
-            "url": _own_url(request),
+            "url": f"{request.scheme}://{request.host}",  # as this client reaches it
             "model_id": self.fleet.models.first,
             "worker_type": "regular",
             "connection_type": "http",
@@ -60,25 +54,6 @@ class SglangRoutes:
         }
         stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
         return reply({"workers": [worker], "total": 1, "stats": stats})
-
-    async def _list_workers(self, request: web.Request) -> web.Response:
-        return reply({"urls": [_own_url(request)]})
-
-    async def _server_info(self, request: web.Request) -> web.Response:
-        """Reply with SGLang's keys for the whole fleet; `internal_states` lists the replicas."""
-        replicas = self.fleet.trained_alive
-        lengths = [found for replica in replicas if (found := replica.info.max_model_len) is not None]
-        states = [
-            {"replica_id": replica.replica_id, "state": str(replica.state), "engine": str(replica.info.kind)}
-            for replica in replicas
-        ]
-        versions = sorted({replica.info.engine_version for replica in replicas})
-        info = {"served_model_name": self.fleet.models.first, "context_length": min(lengths, default=None)}
-        info |= {"status": "ready" if self.fleet.is_ready else "starting", "version": ", ".join(versions)}
-        return reply(await self.model_info() | info | {"internal_states": states})
-
-    async def _weight_version(self, request: web.Request) -> web.Response:
-        return reply({"weight_version": str(self.fleet.version)})
 
     async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
         """End running rollouts with the tokens they have, all of them with `abort_all`, or one request with `rid`.
@@ -117,8 +92,3 @@ class SglangRoutes:
     async def _continue_generation(self, request: web.Request) -> web.Response:
         await self.weights.pauses.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
-
-
-def _own_url(request: web.Request) -> str:
-    """Return the gateway's URL as this client reaches it."""
-    return f"{request.scheme}://{request.host}"

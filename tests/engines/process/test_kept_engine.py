@@ -72,7 +72,7 @@ async def standby_of(kept: Kept) -> int:
     """Wait for the sleeping engine; return its process id, that of the listener on the port in its log's name."""
     assert kept.engine.standby is not None
     async with asyncio.timeout(SOON_S):
-        while not kept.engine.standby.is_ready:
+        while kept.engine.standby.server is None or not kept.engine.standby.server.sleeps:
             await asyncio.sleep(0.02)
     own = [int(one.url.rpartition(":")[2]) for one in kept.served]
     logs = Path(kept.served[0].log_path).parent.glob("*.log")

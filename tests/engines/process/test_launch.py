@@ -209,6 +209,18 @@ def test_a_python_that_fails_is_told() -> None:
         interpreter_of(EngineConfig(python="/bin/false")).versions("sglang")
 
 
+def test_sglang_that_quantises_a_plain_checkpoint_takes_no_updates(tmp_path: Path, installed: dict[str, str]) -> None:
+    """SGLang 0.5.17 on a GPU ends with the first load from disk: its fp8 weights are kept transposed."""
+    installed["sglang"] = "0.5.23"
+    levers = {"kind": "sglang", "model": str(tmp_path), "quantization": "fp8"}
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="set kind = vllm, or frozen = true"):
+        command(**levers)
+    assert command(**levers, frozen=True)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert command(**levers)
+
+
 @pytest.mark.parametrize("version", ["0.28.0", "0.28", "0.1.dev1+gabc"])
 def test_the_least_release_and_one_built_from_source_are_taken(installed: dict[str, str], version: str) -> None:
     installed["vllm"] = version

@@ -9,11 +9,21 @@ from typing import Any, cast
 import pytest
 
 from engines.chunks import Chunk
+from engines.clients.vllm_engine import VllmEngine
+from engines.config import SimConfig
 from engines.engine import Engine, Json
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable, RolloutGatewayError
+from engines.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineGone,
+    EngineRefused,
+    EngineUnreachable,
+    RolloutGatewayError,
+)
 from engines.raw_json import decoded
 from engines.reading.link import Link
 from engines.reading.server import ReaderServer
+from tests.rigs.rig import SimReplica
 
 KEY = "a key"
 TIMEOUT_S = 20.0
@@ -148,23 +158,29 @@ async def test_a_reader_that_has_gone_is_an_engine_that_cannot_be_reached() -> N
         await read(link, streams=False)
 
 
-async def test_a_reader_is_asked_whether_it_runs() -> None:
-    async with linked(PlayedEngine(), every_s=NEVER_S) as link:
-        await link.check(TIMEOUT_S)
-        await link.check(TIMEOUT_S)
-    with pytest.raises(EngineUnreachable, match="takes no connection"):
-        await link.check(TIMEOUT_S)
-
-
-async def test_a_reader_that_takes_connections_and_stands_still_fails_its_check() -> None:
+async def test_a_reader_that_takes_connections_and_stands_still_is_late() -> None:
     with socket.create_server(("127.0.0.1", 0)) as still:
         link = Link("engine-0", f"127.0.0.1:{still.getsockname()[1]}", KEY)
-        with pytest.raises(DeadlineExceeded, match="its reader is silent for"):
-            await link.check(0.05)
+        with pytest.raises(DeadlineExceeded, match=r"no answer to /health within 0\.05 s"):
+            await link.call("GET", "/health", None, 0.05)
         await link.close()
 
 
-async def test_a_check_fails_at_once_where_the_connection_breaks() -> None:
-    async with linked(PlayedEngine(), key="another") as link:
-        with pytest.raises(EngineUnreachable, match="connection to its reader broke"):
-            await link.check(TIMEOUT_S)
+async def test_a_gateway_makes_all_calls_through_the_reader() -> None:
+    replica = await SimReplica("engine-0", 0, SimConfig()).start()
+    near = VllmEngine("engine-0", replica.info.url)
+    async with linked(cast(Any, near)) as link:
+        far = VllmEngine("engine-0", "http://127.0.0.1:1")
+        far.beside = link
+        await far.health(TIMEOUT_S)
+        assert (await far.ask("GET", "/get_world_size", None, TIMEOUT_S))["world_size"] == 1
+        await far.label_weights("3", TIMEOUT_S, is_committed=True)
+        assert (await near.weight_label(TIMEOUT_S)).version == 3
+        with pytest.raises(EngineRefused, match="/nowhere answered 404") as refused:
+            await far.ask("POST", "/nowhere", {}, TIMEOUT_S)
+        assert refused.value.status == 404
+        await replica.kill()
+        with pytest.raises(EngineGone):
+            await far.health(TIMEOUT_S)
+    with pytest.raises(EngineGone, match="/health: its reader has ended"):
+        await far.health(TIMEOUT_S)

@@ -227,19 +227,6 @@ def test_a_model_folder_becomes_absolute(tmp_path: Path) -> None:
     assert load(config_file, [], {}).engine.model == str(folder)
 
 
-def test_what_cannot_work_with_the_checkpoint_is_refused_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "max_position_embeddings": 512}')
-    (tmp_path / "model.safetensors").touch()
-    lines = ["engine:", f"  model: {tmp_path}", "  max_model_len: 513", "engines:", "  a: {}", "  b:"]
-    told = mistake(write("\n".join([*lines, "    max_model_len: 64", "    tensor_parallel_size: 3\n"])))
-    assert told.splitlines() == [
-        "fleet.yaml:3: engine.max_model_len = 513: the model's own limit is 512 tokens (max_position_embeddings); "
-        "lower it or leave it out",
-        "fleet.yaml:8: engines.b.tensor_parallel_size = 3: the model has 4 attention heads and 4 KV heads; it can be "
-        "1, 2 or 4",
-    ]
-
-
 def test_a_model_id_is_left_alone() -> None:
     assert load(None, ["engine.model=Qwen/Qwen2-7B"], {}).engine.model == "Qwen/Qwen2-7B"
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.errors import ConfigError
 from gateway.config.load import load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
@@ -48,17 +49,11 @@ def test_a_group_of_defaults_alone_is_kept() -> None:
     assert serve_config(config_of(engines={"a": {}}))["applications"][0]["args"] == {"engines": {"a": {}}}
 
 
-def test_keys_become_references() -> None:
-    config = config_of(gateway={"admin_keys": ["hunter2"], "inference_keys": ["env:MINE"]})
-    document = serve_config(config)
-    assert "hunter2" not in str(document)
-    assert document["applications"][0]["args"]["gateway"] == {
-        "admin_keys": ["env:ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS"],
-        "inference_keys": ["env:MINE"],
-    }
-    assert serve_config(config, {"admin_keys": "file:/run/keys", "inference_keys": ""})["applications"][0]["args"][
-        "gateway"
-    ]["admin_keys"] == ["file:/run/keys"]
+def test_a_document_names_keys_and_has_none() -> None:
+    named = {"admin_keys": ["file:/run/keys"], "inference_keys": ["env:MINE"]}
+    assert serve_config(config_of(gateway=named))["applications"][0]["args"]["gateway"] == named
+    with pytest.raises(ConfigError, match=r"gateway\.admin_keys .* env:NAME or file:PATH"):
+        serve_config(config_of(gateway={"admin_keys": ["hunter2"]}))
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.name)

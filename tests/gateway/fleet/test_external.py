@@ -63,7 +63,7 @@ async def test_a_vllm_server_of_others_takes_rollouts_and_weights(start_rig: Sta
 def refusing(monkeypatch: pytest.MonkeyPatch, status: int, times: int) -> list[str]:
     """Has a proxy refuse so many looks at the version of the external server; returns those so far."""
     refused: list[str] = []
-    read = HttpEngine._read
+    read = HttpEngine.read
 
     async def proxied(engine: HttpEngine, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
         if path == "/weight_info" and engine.replica_id == "theirs-0" and len(refused) < times:
@@ -71,7 +71,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, status: int, times: int) -> list[s
             raise EngineRefused(f"{path} answered {status}", status=status, body={}, replica_id=engine.replica_id)
         return await read(engine, method, path, body, timeout_s)
 
-    monkeypatch.setattr(HttpEngine, "_read", proxied)
+    monkeypatch.setattr(HttpEngine, "read", proxied)
     return refused
 
 

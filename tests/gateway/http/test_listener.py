@@ -32,7 +32,7 @@ NEAR = ReplicaInfo(
     has_tee=True,
     reader="127.0.0.1:5",
 )
-FAR = replace(NEAR, url="http://127.0.0.2:5", key="secret")
+FAR = replace(NEAR, url="http://127.0.0.2:5", is_far=True)
 
 
 async def nobody() -> list[ReplicaInfo]:

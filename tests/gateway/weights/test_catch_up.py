@@ -68,7 +68,7 @@ async def test_a_replica_on_another_node_writes_no_version_down(
 ) -> None:
     rig, writers = await start(), []
     first, second = rig.fleet.replicas
-    first.info = replace(first.info, key="its forwarder's")
+    first.info = replace(first.info, is_far=True)
     opened = VllmEngine.open_receipt
 
     async def open_receipt(self: VllmEngine, copy: ReceiptCopy | None, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from engines.clients.connections import CannotConnect
 from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
-from engines.engine import Engine, Json, Take
+from engines.engine import Json, Take
 from engines.errors import WeightUpdateConflict
 from engines.reading import reader
 from engines.store.draft import RawTensor, raw
@@ -514,16 +515,16 @@ class _Connections:
 
 
 class _Reader:
-    """Reads an engine in the task that asks: what is played has no sockets."""
+    """Asks an engine in the task that asks: what is played has no sockets."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: "PlayedClient") -> None:
+        self._engine = copy(engine)
 
     async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
         await reader.read(self._engine, path, body, timeout_s, take, is_whole=is_whole)
 
-    async def check(self, timeout_s: float) -> None:
-        pass
+    async def call(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
+        return await self._engine.read(method, path, body, timeout_s)
 
     async def close(self) -> None:
         pass

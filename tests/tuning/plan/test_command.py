@@ -32,14 +32,6 @@ def test_json_has_every_choice_and_what_it_rests_on() -> None:
     assert found["choices"][0]["on_rank"]["tokens"] > 0
 
 
-def test_a_folder_without_weights_is_said_to_be_not_ready_yet(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
-    file = tmp_path / "plan.yaml"
-    done = CliRunner().invoke(app, ["plan", "-m", str(tmp_path), *SHORT, "--write", str(file)])
-    assert "is written, and not ready yet" in done.stderr
-    assert "has no weights" in done.stderr
-
-
 def test_without_a_model_it_says_what_to_give() -> None:
     with pytest.raises(
         ConfigError, match=r"give --model FOLDER, or numbers of its config\.json: --shape num_hidden_layers=28"

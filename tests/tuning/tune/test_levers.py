@@ -45,6 +45,7 @@ def test_a_lever_that_cannot_be_is_refused_by_name(engine: EngineConfig, given: 
 
 
 def test_values_that_do_not_go_together_are_no_setting() -> None:
-    engine = EngineConfig(kind=EngineKind.VLLM, model=str(TINY), max_num_seqs=64, device="cpu")
-    settings = grid(engine, ["max_num_seqs=512", "max_num_batched_tokens=256"], 64, 0)
-    assert settings == [{"max_num_seqs": 512}, {"max_num_batched_tokens": 256}]
+    engine = EngineConfig(
+        kind=EngineKind.VLLM, model=str(TINY), device="cpu", gpus_per_replica=0.5, gpu_memory_utilization=0.4
+    )
+    assert grid(engine, ["gpu_memory_utilization=0.9,0.5"], 64, 0) == [{"gpu_memory_utilization": 0.5}]

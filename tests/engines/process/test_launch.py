@@ -212,7 +212,7 @@ def test_a_python_that_fails_is_told() -> None:
 def test_sglang_that_quantises_a_plain_checkpoint_takes_no_updates(tmp_path: Path, installed: dict[str, str]) -> None:
     """SGLang 0.5.17 on a GPU ends with the first load from disk: its fp8 weights are kept transposed."""
     installed["sglang"] = "0.5.23"
-    levers = {"kind": "sglang", "model": str(tmp_path), "quantization": "fp8"}
+    levers: dict[str, Any] = {"kind": "sglang", "model": str(tmp_path), "quantization": "fp8"}
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="set kind = vllm, or frozen = true"):
         command(**levers)

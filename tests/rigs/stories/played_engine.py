@@ -27,7 +27,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
 from engines.engine import Json, Take
 from engines.errors import WeightUpdateConflict
-from engines.reading import reader
+from engines.reading.server import read
 from engines.store.draft import RawTensor, raw
 from engines.store.manifest import digest_of
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
@@ -521,7 +521,7 @@ class _Reader:
         self._engine = copy(engine)
 
     async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
-        await reader.read(self._engine, path, body, timeout_s, take, is_whole=is_whole)
+        await read(self._engine, path, body, timeout_s, take, is_whole=is_whole)
 
     async def call(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
         return await self._engine.read(method, path, body, timeout_s)

@@ -265,13 +265,17 @@ class Snapshots:
 
     async def _keep(self, draft: Path, label: str, scribe: Replica) -> None:
         began, version, store = time.monotonic(), version_of(label), self._open_store()
+
+        def promoted() -> Path:
+            return store.promote(draft, label, self._checkpoint())
+
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 while not await self.in_thread(is_whole, draft):
                     if scribe.state is ReplicaState.LOST:
                         raise StoreFailed(f"replica {scribe.replica_id}, which wrote it, is lost: {scribe.reason}")
                     await asyncio.sleep(_POLL_S)
-            await self.in_thread(store.promote, draft, label, self._checkpoint())
+            await self.in_thread(promoted)
         except BaseException as error:
             await self.discard(draft)
             if not isinstance(error, StoreFailed | TimeoutError):

@@ -61,7 +61,8 @@ class Choice(Struct, array_like=True, gc=False):
     @property
     def scores(self) -> dict[str, Raw] | None:
         """Its log-probs."""
-        return None if self.logprobs is None else {key: Raw(value) for key, value in self.logprobs.items()}
+        scores = self.logprobs
+        return None if scores is None else dict(zip(scores, map(Raw, scores.values()), strict=True))
 
     def fields(self) -> Json:
         """All its fields."""

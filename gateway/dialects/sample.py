@@ -328,8 +328,9 @@ class Sample:
 
     def told(self, bare: Json) -> Json:
         """The sample as a choice of a whole reply, its lists as JSON; `bare` is one without tokens."""
-        whole, end = self.whole, {"finish_reason": self.reason or CUT_OFF, "index": self.index}
-        told = {**bare, "stop_reason": None, **self.last, **self.marks(), **end, "logprobs": whole.scores}
+        whole, others = self.whole, {} if self._last is None else self._last.others
+        told = {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks(), "logprobs": whole.scores}
+        told["finish_reason"], told["index"] = self.reason or CUT_OFF, self.index
         if "text" in told or whole.text is not None:
             told["text"] = whole.text or ""
         if self.has_ids:

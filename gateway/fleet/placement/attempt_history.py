@@ -62,6 +62,11 @@ class AttemptHistory:
         del found.attempts[:-_ATTEMPTS_KEPT]
         return attempt
 
+    def place(self, attempt: Json, replica: Replica) -> None:
+        """Note the replica that has taken the rollout."""
+        placed = {"replica": replica.info.replica_id, "placed": time.time()}
+        attempt |= {**placed, "weight_versions": [replica.weight_version]}
+
     def end(self, attempt: Json, replica: Replica | None, error: BaseException | None) -> None:
         """Note the end of an attempt; `error` has ended it."""
         attempt["ended"] = time.time()

@@ -137,8 +137,7 @@ class Scheduler:
             ended_by: BaseException | None = None
             try:
                 replica = await self._place(rollout)
-                attempt |= {"replica": replica.info.replica_id, "placed": time.time()}
-                attempt["weight_versions"] = [replica.weight_version]
+                self.history.place(attempt, replica)
                 await replica.unless_lost(call(replica))
                 replica.backoff.succeeded()
                 return

@@ -111,7 +111,11 @@ class Draft:
         last = sorted({tensor.name: tensor for tensor in tensors}.values(), key=RawTensor.width, reverse=True)
         path = self._next_file()
         with disk_errors(path):
-            digests = write(path, last)
+            try:
+                digests = write(path, last)
+            except OSError:
+                path.unlink(missing_ok=True)  # a full disk has room for the reason then
+                raise
         stored = {
             tensor.name: StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)
             for tensor, digest in zip(last, digests, strict=True)

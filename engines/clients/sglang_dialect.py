@@ -43,6 +43,10 @@ _RENAMED = {
     "seed": "sampling_seed",
     "include_stop_str_in_output": "no_stop_trim",
 }
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_new_tokens", "sampling_seed",
+)  # fmt: skip
 _GRAMMARS = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}
 _HANDLED_ELSEWHERE = frozenset(
     {
@@ -287,13 +291,26 @@ def _sampling(body: Json) -> Json:
             raise InvalidRequest(
                 f"SGLang does not support {key} = {shown(value)}: leave it out, or use vLLM", param=key
             )
+    _check(sampling)
+    if sampling.get("top_k") in (0, -1):
+        del sampling["top_k"]  # vLLM's two values for no limit; SGLang refuses 0
+    return sampling | _grammar(body.get("structured_outputs"))
+
+
+def _check(sampling: Json) -> None:
+    """Refuse values that vLLM refuses and SGLang does not."""
+    for key in _NUMBERS:  # SGLang answers 500 to another type
+        if type(sampling.get(key, 0)) not in (int, float):
+            asked = next((ours for ours, theirs in _RENAMED.items() if theirs == key), key)
+            raise InvalidRequest(f"{asked} must be a number, got {shown(sampling[key])}", param=asked)
+    for key in ("n", "max_new_tokens"):  # SGLang answers 0 with nothing
+        if type(sampling.get(key, 1)) is not int or sampling.get(key, 1) < 1:
+            asked = key.replace("_new_", "_")
+            raise InvalidRequest(f"{asked} must be at least 1, got {sampling[key]!r}", param=asked)
     if sampling.get("ignore_eos") and sampling.get("stop_token_ids"):
         raise InvalidRequest(
             "with ignore_eos SGLang also ignores stop_token_ids: leave one of them out", param="stop_token_ids"
         )
-    if sampling.get("top_k") in (0, -1):
-        del sampling["top_k"]  # vLLM's two values for no limit; SGLang refuses 0
-    return sampling | _grammar(body.get("structured_outputs"))
 
 
 def _grammar(wanted: Json | None) -> Json:

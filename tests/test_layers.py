@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 16652,
     "gateway/agents": 2303,
-    "engines": 11096,
+    "engines": 11117,
     "trainer_client": 2475,
     "sim": 1985,
     "tuning": 5106,

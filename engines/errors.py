@@ -45,14 +45,6 @@ class UnknownRequest(InvalidRequest):
     """There is no record of a request of this id."""
 
 
-class UnknownCursor(InvalidRequest):
-    """No event of the submission has the cursor."""
-
-
-class IdTaken(InvalidRequest):
-    """A submission with other groups has the id."""
-
-
 class SessionFrozen(InvalidRequest):
     """The session takes no call any more, or is to be frozen before it is acked."""
 

@@ -12,8 +12,6 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.UnknownModel: 404,
     errors.UnknownRequest: 404,
     errors.UnknownRoute: 404,
-    errors.UnknownCursor: 409,
-    errors.IdTaken: 409,
     errors.SessionFrozen: 409,
     errors.InvalidRequest: 400,
     errors.DeadlineExceeded: 504,

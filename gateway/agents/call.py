@@ -11,9 +11,8 @@ import msgspec
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded
 from gateway.agents.history import End
+from gateway.dialects.growth import Growth, Recorded
 from gateway.dialects.sample import Reply, Sample
-from gateway.dialects.submissions.frames import Growth
-from gateway.dialects.submissions.group_record import Recorded
 
 _LAST = 8  # ids at the end of a call, which few other calls have there
 _OBJECT_BYTES = 2000

@@ -11,7 +11,7 @@ import structlog
 from engines.engine import Json
 from engines.errors import SessionFrozen, TooManyRequests, UnknownRequest
 from gateway.agents.session import Head, Session, read_head, read_steps
-from gateway.config.schema import SubmissionsConfig
+from gateway.config.schema import SessionsConfig
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
@@ -29,11 +29,11 @@ Key = tuple[str, str]  # owner and id
 
 
 class Sessions:
-    """The sessions, by owner and id. The bounds are those of submissions."""
+    """The sessions, by owner and id. The bounds are `gateway.sessions`."""
 
     kind = KIND
 
-    def __init__(self, config: SubmissionsConfig, ledger: Ledger, metrics: Metrics) -> None:
+    def __init__(self, config: SessionsConfig, ledger: Ledger, metrics: Metrics) -> None:
         self._config = config
         self._ledger = ledger
         ledger.add(self)
@@ -63,7 +63,7 @@ class Sessions:
             raise SessionFrozen(f"session is frozen: {name!r} was acked, and takes no call any more")
         if owner in self._full:
             raise TooManyRequests(
-                f"open sessions of this key fill gateway.submissions.max_bytes = {self._config.max_bytes}: freeze and "
+                f"open sessions of this key fill gateway.sessions.max_bytes = {self._config.max_bytes}: freeze and "
                 "ack those that have ended, or raise it",
                 _FULL_RETRY_S,
             )
@@ -90,7 +90,7 @@ class Sessions:
             return found
         raise UnknownRequest(
             f"no session {name!r} of this key: it has had no call, was acked, or was forgotten (see "
-            "gateway.submissions and gateway.ledger)",
+            "gateway.sessions and gateway.ledger)",
             param="id",
         )
 
@@ -152,7 +152,7 @@ class Sessions:
         for session in sorted((one for one in kept if not one.open), key=lambda one: one.used_at):
             if size > limit:
                 size -= session.num_bytes
-                self._forget(session, f"gateway.submissions.max_bytes = {limit}")
+                self._forget(session, f"gateway.sessions.max_bytes = {limit}")
         return size <= limit
 
     def _forget(self, session: Session, reason: str) -> None:

@@ -120,13 +120,13 @@ def _remove_ledger(folder: Path, report: Report) -> None:
     if not folder.exists():
         return
     try:
-        left = remove_unless_needed(folder, "submission", "session")
+        left = remove_unless_needed(folder, "session")
     except BlockingIOError:
         report.note(f"kept: the ledger {folder}, which another process has open")
     except OSError as error:
         report.note(f"kept: the ledger {folder}, which cannot be read: {error}")
     else:
-        kept = f"kept: the ledger {folder} with {left} submissions and sessions, which the next `up` has again"
+        kept = f"kept: the ledger {folder} with {left} sessions, which the next `up` has again"
         report.note(kept if left else f"removed the ledger {folder}")
 
 

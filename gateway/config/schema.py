@@ -82,12 +82,12 @@ class TlsConfig(Section):
         return context
 
 
-class SubmissionsConfig(Section):
-    """Bounds of what /v1/rollouts keeps for clients until they ack it; the ledger takes several times as much."""
+class SessionsConfig(Section):
+    """Bounds of what is kept of agents' sessions until they are acked; the ledger takes several times as much."""
 
     max_bytes: int = Field(1 << 30, gt=0)
-    """Most bytes of each key. Beyond that, its ended submissions are forgotten, the oldest first, then its new ones are
-    answered 429."""
+    """Most bytes of each key. Beyond that, its sessions without open calls are forgotten, the least recently used
+    first, then new calls are answered 429."""
 
 
 class GatewayConfig(Section):
@@ -115,9 +115,9 @@ class GatewayConfig(Section):
     """How long a whole batch of /v1/completions runs on whose connection broke, for an equal request to adopt it; TRL's
     client sends it again after at most 32 s. 0 ends it at once."""
     ledger: AutoPlace = "auto"
-    """Folder that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
+    """Folder that brings batches and sessions over a restart of the gateway, on a local disk; null keeps them
     in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger."""
-    submissions: SubmissionsConfig = SubmissionsConfig()
+    sessions: SessionsConfig = SessionsConfig()
     tls: TlsConfig = TlsConfig()
 
 

@@ -99,11 +99,10 @@ class Completions:
         self._runner = runner
         self.stream = runner.stream
 
-    def decode(self, body: Json, request_id: str, session: str = "", first: int = 0) -> list[CompletionPrompt]:
+    def decode(self, body: Json, request_id: str, session: str = "") -> list[CompletionPrompt]:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt.
 
         A turn of `session` has one prompt; the prompts of a batch are spread over all replicas.
-        Prompts are numbered from `first`.
         """
         n, values = check_sampling(body), _prompt_list(body)
         terms = Terms.take(body, self._fleet, self._runner.lengths)
@@ -112,7 +111,7 @@ class Completions:
         limit = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
         limit = min(limit, room or limit)
         prompts = []
-        for index, value in enumerate(values, first):
+        for index, value in enumerate(values):
             rollout = terms.rollout(
                 f"{request_id}-{index}",
                 value,

@@ -22,9 +22,8 @@ from engines.errors import RolloutGatewayError
 from engines.raw_json import NO_JSON
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completions import CompletionPrompt, Completions, Written
+from gateway.dialects.growth import Growth, PromptRecord
 from gateway.dialects.sample import ABORT, Reply
-from gateway.dialects.submissions.frames import BatchHead, Growth, Step, read_steps
-from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.folder import Left
@@ -42,6 +41,21 @@ _WORTH_IT_S = 1.0
 _NOTICED_WITHIN_S = 0.05
 _LONGEST_GAP_S = 600.0
 """Age of its last step beyond which no client waits for a batch: blind replays end within minutes."""
+
+
+class BatchHead(msgspec.Struct, frozen=True):
+    """A batch of /v1/completions, with its body as it came. `identity` is the hash of the request, `oldest` the oldest
+    weight version that its tokens may have."""
+
+    identity: bytes
+    request_id: str
+    session: str
+    oldest: int
+    body: bytes
+
+
+_read_head = msgspec.msgpack.Decoder(BatchHead).decode
+_read_steps = msgspec.msgpack.Decoder(list[Growth]).decode
 
 
 class End(StrEnum):
@@ -76,20 +90,19 @@ class Batch:
         self.has_left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done while it has no client."""
         self.expiry: asyncio.TimerHandle | None = None
-        self.made: dict[int, GroupRecord] = {}
+        self.made: dict[int, PromptRecord] = {}
         """What there is of each prompt, until all of it is written; empty where nothing is."""
         if writes:
-            self.made = {one.index: GroupRecord(one.index, one.rollout.n, one.read) for one in prompts}
+            self.made = {one.index: PromptRecord(one.index, one.read) for one in prompts}
         self.newest = 0
         """None of the tokens that a gateway before this one has made is of a newer weight version."""
         self._head = head if writes and not record.is_kept else None
         self._worth_it: asyncio.TimerHandle | None = asyncio.get_running_loop().call_later(_WORTH_IT_S, self.begin)
 
-    def restore(self, steps: Iterable[Step]) -> None:
+    def restore(self, steps: Iterable[Growth]) -> None:
         """Take what a gateway before this one has made."""
         for step in steps:
-            assert isinstance(step, Growth)
-            self.made[step.group].restore(step)
+            self.made[step.prompt].restore(step)
             versions = [int(span.get("base_version") or span["version"]) for span in step.spans or ()]
             self.newest = max([self.newest, *versions])
 
@@ -195,7 +208,7 @@ class Replays:
         batch = Batch(head, prompts, Record.new(self._ledger, KIND), writes=self._ledger.is_durable)
         return self._run(batch)
 
-    def _run(self, batch: Batch, steps: Iterable[Step] = ()) -> Batch:
+    def _run(self, batch: Batch, steps: Iterable[Growth] = ()) -> Batch:
         batch.restore(steps)
         work = self._completions.written(batch.prompts, batch.reply_to)
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
@@ -226,10 +239,10 @@ class Replays:
 
     def _go_on(self, left: Left, record: Record) -> None:
         """Run the batch of a gateway before this one, whose client has gone with it."""
-        head = msgspec.msgpack.decode(left.frames[0], type=BatchHead)
+        head = _read_head(left.frames[0])
         prompts = self._completions.decode(orjson.loads(head.body), head.request_id, head.session)
         batch = Batch(head, prompts, record, writes=True)
-        self._leave(self._run(batch, chain.from_iterable(map(read_steps, left.frames[1:]))))
+        self._leave(self._run(batch, chain.from_iterable(map(_read_steps, left.frames[1:]))))
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""

@@ -45,8 +45,6 @@ class Ask(ABC):
 
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
     known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.
-    `is_submitted` is True for a group of a submission: its samples may be delivered before they end, and have the
-    log-probs of sampled tokens alone.
     """
 
     rollout: Rollout
@@ -55,7 +53,6 @@ class Ask(ABC):
     room: int | None = None
     read: list[int] | None = None
     before: Sample | None = None
-    is_submitted: bool = False
 
     streams_continue: ClassVar[bool] = True
     """False where samples may continue in whole replies alone."""
@@ -92,7 +89,7 @@ class Ask(ABC):
         is to add tokens.
         """
         is_short = self.rollout.n == 1 and (self.limit or DEFAULT_MAX_TOKENS) <= _SHORT_TOKENS
-        if not replica.info.streams or (is_short and not (self.rollout.goes_on or self.is_submitted)):
+        if not replica.info.streams or (is_short and not self.rollout.goes_on):
             return True
         asked = map(self.sampling.get, _WHOLE_ONLY)
         return any(value is not None and value is not False for value in asked)
@@ -212,8 +209,7 @@ class Runner:
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
         if not reply.samples:
-            fields = {"keeps_content": show is None, "scores_alone": ask.is_submitted}
-            reply.samples = [Sample(index, **fields) for index in range(ask.rollout.n)]
+            reply.samples = [Sample(index, keeps_content=show is None) for index in range(ask.rollout.n)]
         part = Part(ask, reply, show, self._fleet, self._timeout_s)
         if ask.before is not None and ask.is_full:
             part.end(part.samples, _FULL)

@@ -29,7 +29,6 @@ UNSCORED = "missing_logprobs"
 _LIMITS = ("start", "end")
 _version_of = lru_cache(64)(lambda label: WeightLabel.read(label).version)
 _NO_PART = Choice(0)
-_TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -60,8 +59,7 @@ _NOTHING = Kept(0, 0, 0, 0, shows_prompt=False, spans=None, kv_versions=[])
 class Sample:
     """One sample, made by one replica, or in parts by several: what is kept of it, and what a replica adds now.
 
-    `keeps_content` is False for a stream, whose client has text and log-probs. With `scores_alone` the log-probs of
-    sampled tokens are kept, and no others.
+    `keeps_content` is False for a stream, whose client has text and log-probs.
     """
 
     source: Source | None = None
@@ -95,11 +93,11 @@ class Sample:
     _last: Choice | None = None  # its last choice
     _end: Json | None = None
 
-    def __init__(self, index: int, *, keeps_content: bool = True, scores_alone: bool = False) -> None:
+    def __init__(self, index: int, *, keeps_content: bool = True) -> None:
         self.index = index
         self.parts: list[Choice] = []
         """What came of it, as far as it is kept."""
-        self._keeps_content, self._keeps_all = keeps_content, keeps_content and not scores_alone
+        self._keeps_content = keeps_content
 
     @classmethod
     def of(cls, told: Json) -> "Sample":
@@ -157,7 +155,7 @@ class Sample:
             self.has_ids = True
         self.num_made += choice.num_tokens
         self.num_unscored += choice.num_unscored
-        self.parts.append(choice if self._keeps_all else self._kept_of(choice))
+        self.parts.append(choice if self._keeps_content else self._kept_of(choice))
         if choice.prompt_token_ids is not None and not self.kept.num_made:
             self.prompt = choice.prompt_token_ids
         if choice.weight_versions:
@@ -172,9 +170,6 @@ class Sample:
         self.num_characters += len(choice.text or "")
         kept = Choice(choice.index, token_ids=choice.token_ids, num_tokens=choice.num_tokens)
         kept.prompt_token_ids = choice.prompt_token_ids
-        if self._keeps_content:
-            scores = (choice.logprobs or {}).get(_TOKENS_SCORES)
-            kept.text, kept.logprobs = choice.text, None if scores is None else {_TOKENS_SCORES: scores}
         return kept
 
     def add_told(self, told: Json) -> None:
@@ -248,10 +243,6 @@ class Sample:
         else:
             self.drop()
 
-    def free(self) -> None:
-        """Forget its content: the client has it."""
-        self.parts = []
-
     def _trim(self, length: int) -> None:
         """Drop tokens that the engine of a rest has not read: they are a part of a character, which it tells as one of
         its own."""
@@ -298,13 +289,6 @@ class Sample:
     def is_known(self) -> bool:
         """True where the weight versions of its tokens are known: no update overwrites its replica."""
         return self.spans is not None or (self.source is not None and self.source.replica.weight_version is not None)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its tokens and log-probs."""
-        return sum(
-            len(items or b"") for part in self.parts for items in (part.token_ids, *(part.logprobs or {}).values())
-        )
 
     # Reports
 

@@ -122,7 +122,7 @@ class TokenGeneration:
 
     async def abort(self, request_ids: Any, clients_of: Callable[[str], Iterable[str]]) -> None:
         """End requests, which are answered with the tokens they have; `clients_of` are the clients whose request of an
-        id the caller may end. Other ids, and those of submissions, which belong to their keys, are ignored.
+        id the caller may end. Other ids are ignored.
 
         Raises `UnknownRoute` where no engine serves the route.
         """
@@ -136,7 +136,7 @@ class TokenGeneration:
         if not named:
             return
         ids = {part for name in named for part in self._ids.get(name, [name])}
-        self._runner.withdraw(lambda rollout: rollout.request_id in ids and not rollout.owner)
+        self._runner.withdraw(lambda rollout: rollout.request_id in ids)
         body = {"request_ids": [_ID_PREFIX + part for part in ids]}
         results = await asyncio.gather(
             *(replica.engine.ask("POST", ABORT_PATH, body, _ABORT_TIMEOUT_S) for replica in replicas),

@@ -1,8 +1,8 @@
-"""Waits and calls on the event loop: bounded waits, turns for others, calls that end together."""
+"""Waits and calls on the event loop: bounded waits, calls that end together."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from engines.errors import DeadlineExceeded
@@ -28,14 +28,6 @@ async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
             return await wait
     except TimeoutError as error:
         raise DeadlineExceeded(f"{what} within {timeout_s:g} s") from error
-
-
-async def in_turns(items: Iterable[T], at_once: int) -> AsyncIterator[T]:
-    """Yield the items, and let others have a turn of the loop after so many."""
-    for place, item in enumerate(items, 1):
-        yield item
-        if place % at_once == 0:
-            await asyncio.sleep(0)
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

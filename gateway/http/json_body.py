@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 import aiohttp
-import msgspec
 import orjson
 import structlog
 from aiohttp import web
@@ -43,15 +42,6 @@ def as_object(content: bytes) -> dict[str, Any]:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is no JSON: {error}") from error
-    return body if isinstance(body, dict) else _no_object(body)
-
-
-async def read_packed(request: web.Request) -> dict[str, Any]:
-    """Return a msgpack body, whose arrays may be bytes."""
-    try:
-        body = msgspec.msgpack.decode(await read_content(request))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is no msgpack: {error}") from error
     return body if isinstance(body, dict) else _no_object(body)
 
 

@@ -1,4 +1,4 @@
-"""Sends the events of a submission, as NDJSON or as msgpack.
+"""Sends the calls of a session, as NDJSON or as msgpack.
 
 In msgpack each event comes after its length, itself a msgpack integer of five bytes: a reader with a streaming decoder
 sees both in turn, any other cuts by length. Arrays are int32 and float32 bytes there, little-endian. Other bytes are
@@ -41,11 +41,6 @@ def wire_of(request: web.Request) -> Wire:
         if wire := _NAMES.get(name.partition(";")[0].strip().lower()):
             return wire
     raise InvalidRequest(f"Accept: {accepted[:80]!r} is unknown here: send {Wire.NDJSON} or {Wire.MSGPACK}")
-
-
-def is_packed(request: web.Request) -> bool:
-    """True if the body is msgpack."""
-    return _NAMES.get(request.content_type) is Wire.MSGPACK
 
 
 async def send_records(request: web.Request, head: Json, events: AsyncGenerator[Sequence[bytes]]) -> web.StreamResponse:

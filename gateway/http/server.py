@@ -17,8 +17,6 @@ from gateway.dialects.rendering import Rendering
 from gateway.dialects.replays import Replays
 from gateway.dialects.runner import Runner
 from gateway.dialects.sglang import SglangGenerate
-from gateway.dialects.submissions.registry import Submissions
-from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.fleet import Fleet
@@ -34,7 +32,6 @@ from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
-from gateway.http.routes.submissions import SubmissionRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
@@ -66,14 +63,7 @@ class GatewayServer:
         deliveries = Deliveries(fleet, metrics)
         self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
-        self._submissions = Submissions(
-            config.gateway.submissions,
-            completions,
-            runner,
-            self._ledger,
-            Counts(metrics, deliveries),
-        )
-        self._sessions = Sessions(config.gateway.submissions, self._ledger, metrics)
+        self._sessions = Sessions(config.gateway.sessions, self._ledger, metrics)
         agents = AgentRoutes(
             Turns(rendering, tokens, chat, deliveries, self._sessions, Tails(rendering)), self._measurement
         )
@@ -96,7 +86,6 @@ class GatewayServer:
             ),
             agents,
             SessionRoutes(self._sessions),
-            SubmissionRoutes(self._submissions),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, own),
             dashboard,
@@ -122,7 +111,7 @@ class GatewayServer:
     def status(self) -> Json:
         """The status report."""
         report = status_report(self.fleet, self.scheduler, self._weights, self._snapshots)
-        return report | {"ledger": self._submissions.report() | self._replays.report() | self._sessions.report()}
+        return report | {"ledger": self._ledger.report() | self._replays.report() | self._sessions.report()}
 
     async def _end_turns(self, app: web.Application) -> None:
         """End turns of sessions before the connections of their clients, who have not left."""
@@ -140,11 +129,9 @@ class GatewayServer:
         await self._ledger.open()
         if self._ledger.is_on:
             self._tasks.start("watch ledger", self._ledger.run())
-        self._tasks.start("watch submissions", self._submissions.run())
         self._tasks.start("watch sessions", self._sessions.run())
         yield
         await self._replays.close()
-        await self._submissions.close()
         await self._ledger.close()
         await self._tasks.stop()
         await self._snapshots.close()  # last: a file system that hangs takes its time

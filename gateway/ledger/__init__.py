@@ -1,1 +1,1 @@
-"""The ledger: files that bring submissions and batches over a restart of the gateway."""
+"""The ledger: files that bring batches and sessions over a restart of the gateway."""

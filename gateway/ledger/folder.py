@@ -59,13 +59,6 @@ class Folder:
         """Let another process hold the folder."""
         os.close(self._lock)
 
-    def begin_life(self, least: int) -> int:
-        """Return the number of this life: more than any before, and at least `least`."""
-        before = os.pread(self._lock, 32, 0)
-        life = max(least, int(before) + 1 if before.isdigit() else 0)
-        os.pwrite(self._lock, str(life).encode(), 0)
-        return life
-
     @property
     def names(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir() if path.name != _LOCK and path.suffix != _NEW)

@@ -25,7 +25,7 @@ from gateway.ledger.folder import Folder, Left, Step
 log = structlog.get_logger()
 
 Work = Callable[[Folder], None]
-Opening = asyncio.Future[tuple[int, list[Left]]]
+Opening = asyncio.Future[list[Left]]
 
 _DISK = Path("/var/tmp")
 _TICK_S = 0.05  # readers tell what they have once a second, and all of it together
@@ -75,8 +75,6 @@ class Ledger:
     def __init__(self, path: Path | None) -> None:
         self.is_on = path is not None
         """False where none is configured."""
-        self.life = int(time.time())
-        """Number of this gateway's life: more than any that has written here before."""
         self._path = path or Path()
         self._failure = ""
         self._users: list[User] = []
@@ -152,7 +150,7 @@ class Ledger:
         self._thread.start()
         try:
             async with asyncio.timeout(_READ_S):
-                self.life, left = await opening
+                left = await opening
         except TimeoutError:
             self._end(f"{self._path} was not read within {_READ_S:g} s")
         except BlockingIOError:
@@ -200,7 +198,7 @@ class Ledger:
         with closing(folder):
             lacks_writes = True
             try:
-                self._call(partial(_succeed, opening, (folder.begin_life(self.life), folder.load())))
+                self._call(partial(_succeed, opening, folder.load()))
                 while self._write_some(folder):
                     pass
                 lacks_writes = bool(self._failure)
@@ -259,7 +257,7 @@ def _nothing(part: int) -> Iterable[Step]:
     return ()
 
 
-def _succeed(opening: Opening, left: tuple[int, list[Left]]) -> None:
+def _succeed(opening: Opening, left: list[Left]) -> None:
     if not opening.done():
         opening.set_result(left)
 
@@ -289,19 +287,17 @@ class Record:
     def is_writing(self) -> bool:
         return self._num_writing > 0
 
-    def begin(self, head: Step, then: Callable[[], None] | None = None) -> None:
+    def begin(self, head: Step) -> None:
         """Begin the record anew with its head."""
         self.is_kept = True
-        self._put(lambda folder: folder.replace(self.name, head), then)
+        self._put(lambda folder: folder.replace(self.name, head))
         if self._grown:
             self._ledger.note(self)
 
-    def add(self, *steps: Step, then: Callable[[], None] | None = None) -> None:
-        """Write at the record's end, then call `then`; at once where the record is not kept."""
+    def add(self, *steps: Step) -> None:
+        """Write at the record's end."""
         if self.is_kept:
-            self._put(lambda folder: folder.append(self.name, steps), then)
-        elif then is not None:
-            then()
+            self._put(lambda folder: folder.append(self.name, steps))
 
     def grew(self, part: int) -> None:
         """Have what a part has got written soon."""
@@ -324,13 +320,11 @@ class Record:
         self.growth_of = _nothing  # a large user is to be free at once
         if self.is_kept:
             self.is_kept = False
-            self._put(lambda folder: folder.remove(self.name), None)
+            self._put(lambda folder: folder.remove(self.name))
 
-    def _put(self, work: Work, then: Callable[[], None] | None) -> None:
+    def _put(self, work: Work) -> None:
         self._num_writing += 1
-        self._ledger.put(work, lambda: self._wrote(then))
+        self._ledger.put(work, self._wrote)
 
-    def _wrote(self, then: Callable[[], None] | None) -> None:
+    def _wrote(self) -> None:
         self._num_writing -= 1
-        if then is not None:
-            then()

@@ -3,12 +3,11 @@
     python -m loadtests.chaos.replays [--rollouts 20000] [--replicas 4] [--tokens 512] [--clients 32] [--kill-every 30]
                                       [--json out.json]
 
-Half of the clients submit to /v1/rollouts. The others send whole batches to /v1/completions. Where the connection
-broke, the first read on from their cursor, and the others send the same bytes again, as TRL's client does. The
-gateway's process is killed with SIGKILL at random moments, after `--kill-every` seconds of service on average, and
-started again on its port. Engines are simulated (`process_fleet.py`). Few bodies are sent, each many times and
-unseeded, so that a reply that reaches two clients shows in its tokens. The exit status is 1 if a rollout was lost,
-failed, delivered twice or is wrong.
+Clients send whole batches to /v1/completions. Where the connection broke, they send the same bytes again, as TRL's
+client does. The gateway's process is killed with SIGKILL at random moments, after `--kill-every` seconds of service on
+average, and started again on its port. Engines are simulated (`process_fleet.py`). Few bodies are sent, each many
+times and unseeded, so that a reply that reaches two clients shows in its tokens. The exit status is 1 if a rollout was
+lost, failed, delivered twice or is wrong.
 """
 
 import argparse
@@ -29,7 +28,7 @@ import orjson
 
 from engines.config import SimConfig
 from loadtests.chaos.clients.callers import choices_of
-from loadtests.chaos.clients.contents import Asked, Delivered, flaw, spans_of
+from loadtests.chaos.clients.contents import Asked, Delivered, flaw
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from sim.model import SimModel
@@ -63,7 +62,7 @@ class Campaign:
 
 
 class Clients:
-    """Clients of both routes, which send until `rollouts` were submitted."""
+    """Clients, which send until `rollouts` were submitted."""
 
     def __init__(self, url: str, rollouts: int, tokens: int) -> None:
         self.url = url
@@ -79,51 +78,21 @@ class Clients:
 
     async def run(self, clients: int) -> None:
         """Return when all rollouts have ended."""
-        kinds = (self._submit, self._replay)
-        await asyncio.gather(*(self._repeat(kinds[place % 2]) for place in range(clients)))
+        await asyncio.gather(*(self._repeat() for _ in range(clients)))
         tally = self.result.tally
         tally.lost = tally.submitted - tally.delivered - tally.failed
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _repeat(self, ask: Callable[[list[list[int]]], Awaitable[None]]) -> None:
+    async def _repeat(self) -> None:
         while self._left > 0:
             self._left -= _PROMPTS * _SAMPLES
             self._number += 1
             self.result.tally.submitted += _PROMPTS * _SAMPLES
-            await ask([[3 + self._number % _BODIES, 3 + place] for place in range(_PROMPTS)])
+            await self._ask([[3 + self._number % _BODIES, 3 + place] for place in range(_PROMPTS)])
 
-    async def _submit(self, prompts: list[list[int]]) -> None:
-        """Submit, and read on from the cursor to the end, which frees the submission."""
-        name, events = f"s{self._number}", list[Json]()
-        sampling = {"max_tokens": self._tokens, "ignore_eos": True}
-        groups = [{"prompt": prompt} for prompt in prompts]
-        content = orjson.dumps({"id": name, "groups": groups, "n": _SAMPLES, "sampling": sampling})
-        url = f"{self.url}/v1/rollouts"
-
-        async def read_on() -> bool:
-            place = f"{url}/{name}?cursor={events[-1]['cursor']}" if events else url
-            async with self._session.request("GET" if events else "POST", place, data=content) as response:
-                response.raise_for_status()
-                await response.content.readline()  # the head
-                async for line in response.content:
-                    events.append(orjson.loads(line))
-            ack = {"cursor": events[-1]["cursor"]}
-            async with self._session.post(f"{url}/{name}/ack", json=ack) as response:
-                response.raise_for_status()
-            return True
-
-        if not await self._until_answered(read_on):
-            return
-        for event in events:
-            if event["type"] == "sample":
-                got = Delivered(event["token_ids"], spans_of(event), event["logprobs"], event["text"])
-                self._take(prompts[event["group"]], got)
-            elif "error" in event:
-                self._fail(str(event["error"]), _SAMPLES)
-
-    async def _replay(self, prompts: list[list[int]]) -> None:
+    async def _ask(self, prompts: list[list[int]]) -> None:
         """Send a batch until it is answered, the same bytes each time."""
         asked = {"prompt": prompts, "n": _SAMPLES, "max_tokens": self._tokens, "ignore_eos": True, "logprobs": 0}
         content = orjson.dumps(asked | {"return_token_ids": True})
@@ -161,8 +130,8 @@ class Clients:
             tally.wrong += 1
             tally.note(f"prompt {prompt}: {found.reason}")
 
-    def _fail(self, reason: str, samples: int = _PROMPTS * _SAMPLES) -> None:
-        self.result.tally.failed += samples
+    def _fail(self, reason: str) -> None:
+        self.result.tally.failed += _PROMPTS * _SAMPLES
         self.result.tally.note(reason)
 
 

@@ -59,10 +59,9 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"gateway.port = {port} on 127.0.0.1 cannot be bound" in capsys.readouterr().err
 
 
-SUBMIT = """
+BEGIN_A_SESSION = """
 import json, sys, urllib.request
-body = {"id": "kept", "sampling": {"max_tokens": 2}, "n": 1, "need": 1, "groups": [{"prompt": [5, 6]}]}
-urllib.request.urlopen(sys.argv[1] + "/v1/rollouts", json.dumps(body).encode(), timeout=60).read()
+urllib.request.urlopen(sys.argv[1] + "/v1/sessions", json.dumps({"id": "kept"}).encode(), timeout=60).read()
 sys.exit(int(sys.argv[2]))
 """
 
@@ -70,7 +69,7 @@ sys.exit(int(sys.argv[2]))
 def test_a_gateway_leaves_neither_ledger_nor_weight_store_and_the_commands_status_is_the_runs() -> None:
     name = f"left-{os.getpid()}"
     settings = [f"name={name}", "gateway.port=0", "engine.num_replicas=1", "engine.kind=sim"]
-    command = [sys.executable, "-c", SUBMIT, "{url}", "3"]
+    command = [sys.executable, "-c", BEGIN_A_SESSION, "{url}", "3"]
     run = subprocess.run([sys.executable, "-m", "loadtests.fleet", *settings, "--", *command], timeout=120)
     assert run.returncode == 3
     places = [default_folder(name).parent, in_memory(name)]

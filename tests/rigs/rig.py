@@ -16,7 +16,6 @@ from engines.reading.server import ReaderServer
 from engines.store.draft import Draft, claim_draft, raw
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
-from gateway.dialects.submissions.submission import Submission
 from gateway.fleet.adapter_loading import LOAD_ROUTE
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -228,11 +227,6 @@ class Rig:
         replica = await SimReplica(replica_id, seed, sim, group=group, model=model, loras=loras).start()
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
-
-    @property
-    def submissions(self) -> list[Submission]:
-        """Those that the gateway keeps."""
-        return list(self._gateway._submissions._kept.values())
 
     @property
     def router(self) -> web.UrlDispatcher:

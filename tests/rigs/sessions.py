@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import orjson
+
 from tests.rigs.rig import Json, Rig
-from tests.rigs.submissions import lines
 from trainer_client import RolloutClient
 from trainer_client.sessions.calls import Sessions
 from trainer_client.sessions.records import Session
@@ -37,7 +38,7 @@ async def record(rig: Rig, session: str) -> tuple[Json, list[Json]]:
     async with rig.client.get(f"{rig.url}/v1/sessions/{session}") as response:
         content = await response.read()
         assert response.status == 200, content
-    head, *calls, end = lines(content)
+    head, *calls, end = map(orjson.loads, content.splitlines())
     assert end == {"type": "end", "calls": len(calls)}
     return head, calls
 

@@ -46,17 +46,16 @@ class AttemptHistory:
     """The last 4,096 rollouts, in memory."""
 
     def __init__(self) -> None:
-        self._rollouts = Recent[tuple[str, str], RolloutHistory](KEPT)
+        self._rollouts = Recent[str, RolloutHistory](KEPT)
 
     def begin(self, rollout: Rollout) -> Json:
         """Record an attempt, which begins with the wait for a replica. Times are of day, in seconds; the versions are
         those of the replica at its start and end."""
-        key = rollout.owner, rollout.request_id
-        found = self._rollouts.get(key)
+        found = self._rollouts.get(rollout.request_id)
         # A client may use an id again; the rest of a stream has the id of its beginning.
         if found is None or not (found.rollout is rollout or rollout.goes_on):
             found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
-            self._rollouts.note(key, found)
+            self._rollouts.note(rollout.request_id, found)
         attempt = {**_NOT_PLACED, "queued": time.time()}
         found.attempts.append(attempt)
         del found.attempts[:-_ATTEMPTS_KEPT]
@@ -85,6 +84,6 @@ class AttemptHistory:
         request = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
         return [
             found.report()
-            for (_, key), found in self._rollouts.items()
-            if key == request or key.startswith(f"{request}-")
+            for name, found in self._rollouts.items()
+            if name == request or name.startswith(f"{request}-")
         ]

@@ -31,9 +31,7 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
     `goes_on` is True for the rest of a rollout that has begun.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
-    `owner` names the key that submitted it; "" for rollouts of other routes.
     `needs_route` is a route that its replica has to serve, or "".
-    `priority` orders rollouts that wait; lower is earlier.
     `expected` is the length of a sample in tokens by the client's estimate or the prompt's last samples, None where
     neither is known; `prompt_key` is the prompt's hash, under which its length is remembered, 0 for none.
     """
@@ -50,8 +48,6 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     needs_route: str = ""
     prompt_tokens: int = 0
     request: str = ""
-    owner: str = ""
-    priority: int = 0
     expected: float | None = None
     prompt_key: int = 0
     attempts: Attempts = field(default_factory=Attempts)

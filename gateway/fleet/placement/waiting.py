@@ -13,7 +13,7 @@ from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
-Order = tuple[int, int, int, float, int]
+Order = tuple[int, int, float, int]
 _FORGET_ABOVE = 10_000
 
 
@@ -38,7 +38,7 @@ class Queue:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A rollout that waits. `order` is its turn: rests first, then by priority, then requests in turns, and of one turn
+    """A rollout that waits. `order` is its turn: rests first, then requests in turns, and of one turn
     the longest, where a rollout of unknown length is as long as any. Of rests the shortest is first: it is read
     soonest, and has the most to make."""
 
@@ -92,12 +92,12 @@ class WaitingLine:
         """
         self._arrivals += 1
         if rollout.moves:
-            order: Order = (0, rollout.priority, 0, rollout.prompt_tokens, -self._arrivals)
+            order: Order = (0, 0, rollout.prompt_tokens, -self._arrivals)
         else:
             request = rollout.request or rollout.request_id
             turn = max(self._turn, self._last_turns.get(request, 0)) + 1
             self._last_turns[request] = turn
-            order = (1, rollout.priority, turn, rollout.rank, self._arrivals)
+            order = (1, turn, rollout.rank, self._arrivals)
         demand = Demand(
             rollout.adapter,
             rollout.min_version,
@@ -128,7 +128,7 @@ class WaitingLine:
         self.done(waiter)
         waiter.placed.set_result(replica)
         waiter.queue.moved_at = time.monotonic()
-        self._turn = max(self._turn, waiter.order[2])
+        self._turn = max(self._turn, waiter.order[1])
         if len(self._last_turns) > _FORGET_ABOVE:
             self._last_turns = {request: turn for request, turn in self._last_turns.items() if turn > self._turn}
 

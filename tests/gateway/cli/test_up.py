@@ -11,13 +11,13 @@ import pytest
 
 from engines.engine import Json
 from engines.store.weight_store import WeightStore
+from gateway.agents.session import Head
 from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
 from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
-from gateway.dialects.submissions.frames import Ack
 from gateway.ledger.folder import Folder
 from gateway.weights.snapshots import in_memory
 from tests.rigs.shell import NAME, NearShell, Shell
@@ -266,7 +266,7 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
     assert serve.deleted == [NAME]
 
 
-@pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions and sessions, which")])
+@pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 sessions, which")])
 def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
     shell: Shell, serve: PlayedServe, left: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
     monkeypatch.setattr(down, "default_folder", {NAME: path}.__getitem__)
     ledger = Folder(path)
     for number in range(left):
-        ledger.replace(f"submission-{number}", Ack(0))
+        ledger.replace(f"session-{number}", Head("", f"{number}", 0.0, None))
     ledger.close()
     shell.run("up", "-c", "sim.yaml")
     done = shell.run("down")

@@ -3,7 +3,6 @@
 from typing import Any
 
 from tests.rigs.rig import Rig, StartRig
-from tests.rigs.submissions import submitted
 
 
 async def _prompts_in_order_of_placement(rig: Rig, body: dict[str, Any]) -> list[int]:
@@ -22,9 +21,9 @@ async def test_the_lengths_of_the_last_epoch_order_the_next(start_rig: StartRig)
     assert await _prompts_in_order_of_placement(rig, {"prompt": [[3], [4], [5], [6]], "max_tokens": 4}) == [3, 1, 2, 0]
 
 
-async def test_lengths_and_contexts_are_learned_of_streams_and_submissions(start_rig: StartRig) -> None:
+async def test_lengths_are_learned_of_streams_and_of_groups(start_rig: StartRig) -> None:
     rig = await start_rig(1)
     await rig.stream("/v1/completions", {"prompt": [3], "max_tokens": 5, "ignore_eos": True})
-    await submitted(rig, [{"prompt": [4], "n": 2}], sampling={"max_tokens": 7, "ignore_eos": True})
+    await rig.post("/v1/completions", {"prompt": [4], "n": 2, "max_tokens": 7, "ignore_eos": True})
     await rig.post("/v1/completions", {"prompt": [5], "max_tokens": 6, "ignore_eos": True})
     assert await _prompts_in_order_of_placement(rig, {"prompt": [[3], [4], [5]], "max_tokens": 1}) == [1, 2, 0]

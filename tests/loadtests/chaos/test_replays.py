@@ -1,4 +1,4 @@
-"""The campaign of gateways killed under batches and submissions, in short."""
+"""The campaign of gateways killed under batches, in short."""
 
 from pathlib import Path
 

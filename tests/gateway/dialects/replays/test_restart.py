@@ -20,7 +20,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
     """A gateway after `rig`'s, with its configuration and its engines."""
     await rig.stop_gateway()
-    gateway = rig.config.gateway.model_dump(include={"ledger", "submissions", "replay_grace_s"})
+    gateway = rig.config.gateway.model_dump(include={"ledger", "replay_grace_s"})
     return await start_rig(2, replicas=rig.replicas, gateway=gateway)
 
 

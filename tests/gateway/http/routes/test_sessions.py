@@ -196,7 +196,7 @@ async def test_a_sessions_key_opens_its_turns_alone(start_rig: StartRig) -> None
     assert (status, error["type"], error["error"]["type"]) == (403, "error", "permission_error")
     for path in ("/v1/sessions/mine/reward", "/v1/sessions/mine/ack", "/v1/sessions/mine/freeze", "/v1/sessions"):
         assert (await rig.post(path, {}, **key))[0] == 403
-    for path in ("/v1/completions", "/inference/v1/generate", "/v1/rollouts", "/pause"):
+    for path in ("/v1/completions", "/inference/v1/generate", "/pause"):
         assert (await rig.post(path, {}, **key))[0] == 401
     async with rig.client.get(f"{rig.url}/v1/sessions/mine", **key) as response:
         assert response.status == 403
@@ -238,7 +238,7 @@ async def test_over_its_bytes_the_least_recently_used_sessions_of_a_key_are_forg
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_BOUNDS_S", 0.02)
-    rig = await start_rig(gateway={"submissions": {"max_bytes": 8000}})
+    rig = await start_rig(gateway={"sessions": {"max_bytes": 8000}})
     for name in ("a", "b", "a", "c"):
         await said(rig, name, "hello")
     async with asyncio.timeout(20):
@@ -251,7 +251,7 @@ async def test_the_metadata_of_sessions_without_a_call_counts_in_their_bytes(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_BOUNDS_S", 0.02)
-    rig = await start_rig(gateway={"submissions": {"max_bytes": 8000}})
+    rig = await start_rig(gateway={"sessions": {"max_bytes": 8000}})
     for name in ("a", "b"):
         await rig.post("/v1/sessions", {"id": name, "metadata": {"task": "t" * 5000}})
     async with asyncio.timeout(20):
@@ -264,14 +264,14 @@ async def test_calls_are_refused_while_open_ones_fill_all_bytes(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_BOUNDS_S", 0.02)
-    rig = await start_rig(gateway={"submissions": {"max_bytes": 1000}})
+    rig = await start_rig(gateway={"sessions": {"max_bytes": 1000}})
     asking = asyncio.create_task(answered(rig, "one", turn("three", max_tokens=80)))
     await rig.begun(tokens=9)
     async with asyncio.timeout(20):
         while (found := await answered(rig, "two", turn("hello")))[0] == 200:
             await asyncio.sleep(0.02)
     assert (found[0], found[1]["error"]["type"]) == (429, "rate_limit_error")
-    assert "gateway.submissions.max_bytes" in found[1]["error"]["message"]
+    assert "gateway.sessions.max_bytes" in found[1]["error"]["message"]
     rig.hurry()
     assert (await asking)[0] == 200
 

@@ -1,21 +1,37 @@
-"""The samples of one group as they are made, and how much of them the ledger has."""
+"""What a record gets of samples as they are made, so that a later gateway goes on with them."""
 
-import math
-from array import array
+from collections.abc import Sequence
 
+import msgspec
+
+from engines.chunks import Choice
 from engines.engine import Json
-from engines.raw_json import decoded, encoded, opened
+from engines.raw_json import decoded, encoded
 from gateway.dialects.runner import Ask
-from gateway.dialects.sample import UNSCORED, Reply, Sample
-from gateway.dialects.submissions.frames import Growth
+from gateway.dialects.sample import Reply, Sample
+
+
+class Growth(msgspec.Struct, array_like=True, gc=False):
+    """What a sample has got since the last one, as its reader told it; all that it has, where it begins (again).
+    `spans` and `kv_versions` are of all its tokens; None where the last span goes on. `inexact` is None unless it was
+    resumed. `end` is JSON of the fields with which it has ended."""
+
+    prompt: int
+    sample: int
+    begins: bool
+    parts: list[Choice]
+    spans: list[Json] | None = None
+    kv_versions: Sequence[int] = ()
+    inexact: Sequence[str] | None = None
+    end: bytes = b""
 
 
 class Recorded:
     """How much of a sample the record has."""
 
-    def __init__(self, sample: Sample, group: int = 0) -> None:
+    def __init__(self, sample: Sample, prompt: int = 0) -> None:
         self.sample = sample
-        self._group = group
+        self._prompt = prompt
         self._num_parts = 0
         self._num_voids = sample.num_voids
         self._basis: object = None  # of the spans that the record has
@@ -33,7 +49,7 @@ class Recorded:
         if not (parts or ends) or not sample.is_known:
             return None
         self.note()
-        step, basis = Growth(self._group, sample.index, begins, parts), sample.basis
+        step, basis = Growth(self._prompt, sample.index, begins, parts), sample.basis
         if begins or ends or basis is None or basis != self._basis:
             step.spans, step.kv_versions = sample.stamps_of(sample.num_made)
             step.inexact = sample.inexact if sample.is_resumed else None
@@ -47,28 +63,16 @@ class Recorded:
         self._num_parts, self.has_end = len(self.sample.parts), self.sample.reason is not None
 
 
-class GroupRecord:
-    """A prompt of a submission, or of a batch. `done` are the samples that need no more work: others are open, or have
-    ended and are part of a reply to come."""
+class PromptRecord:
+    """The samples of one prompt as they are made, and how much of them the record has."""
 
-    def __init__(self, group: int, n: int, given: list[int] | None) -> None:
-        """`given` is the prompt where its client has sent token ids."""
-        self.group = group
-        self.done = set[int]()
+    def __init__(self, prompt: int, given: list[int] | None) -> None:
+        """`given` are the token ids of the prompt, where its client has sent them."""
         self.reply = Reply(given)
+        self._prompt = prompt
         self._ask: Ask | None = None
-        self._n = n
         self._is_given = given is not None
         self._recorded: dict[int, Recorded] = {}
-
-    @property
-    def open(self) -> list[Sample]:
-        """The samples that have not ended, as far as they have begun."""
-        return [sample for sample in self.reply.open if sample.index not in self.done]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum([sample.num_bytes for sample in self.reply.samples])
 
     @property
     def is_recorded(self) -> bool:
@@ -79,7 +83,7 @@ class GroupRecord:
         """What the record has of a sample, which may take the place of another."""
         found = self._recorded.get(sample.index)
         if found is None or found.sample is not sample:
-            found = self._recorded[sample.index] = Recorded(sample, self.group)
+            found = self._recorded[sample.index] = Recorded(sample, self._prompt)
         return found
 
     def begin(self, ask: Ask) -> None:
@@ -87,42 +91,15 @@ class GroupRecord:
         self._ask = ask
         if self.reply.open and not ask.resumes:
             self.reply = Reply(self.reply.prompt)
-        begun = {sample.index: sample for sample in self.reply.samples if sample.index not in self.done}
-        if begun or self.done:  # else all of them are asked for at once
-            left = [index for index in range(self._n) if index not in self.done]
-            self.reply.samples = [begun.get(i) or Sample(i, scores_alone=ask.is_submitted) for i in left]
-
-    def settle(self) -> None:
-        """Take what open samples have for all that there will be."""
-        for sample in self.reply.samples:
-            sample.settle()
-
-    def report(self, sample: Sample, reason: str) -> Json:
-        """What the client gets of a sample: token ids in int32, log-probs in float32, both little-endian."""
-        scored = (sample.whole.logprobs or {}).get("token_logprobs")
-        scores = decoded(scored) or () if scored else ()
-        report = {
-            "sample": sample.index,
-            "token_ids": array("i", sample.token_ids).tobytes(),
-            "logprobs": array("f", [math.nan if one is None else one for one in scores]).tobytes() if scores else None,
-            "text": sample.text,
-            "finish_reason": reason,
-            "stop_reason": opened(sample.last.get("stop_reason")),
-            **sample.marks(),
-        }
-        if report["stop_reason"] is None:
-            del report["stop_reason"]
-        return report | ({UNSCORED: unscored} if (unscored := scores.count(None)) else {})
+        if begun := {sample.index: sample for sample in self.reply.samples}:  # else all are asked for at once
+            self.reply.samples = [begun.get(index) or Sample(index) for index in range(ask.rollout.n)]
 
     def growth(self) -> list[Growth]:
         """Return what came since the last call, but no tokens whose version an update leaves open, and none before the
         end where they would not continue."""
         if self._ask and not self._ask.resumes and self.reply.open:
             return []
-        steps = []
-        for sample in self.reply.samples:
-            if sample.index not in self.done and (step := self._of(sample).growth()) is not None:
-                steps.append(step)
+        steps = [step for sample in self.reply.samples if (step := self._of(sample).growth()) is not None]
         if self._is_given:
             for step in steps:
                 for part in step.parts:
@@ -132,13 +109,8 @@ class GroupRecord:
     def restore(self, step: Growth) -> None:
         """Take a step of a gateway before this one."""
         if step.begins:
-            self.drop(step.sample)
-            self.reply.samples.append(Sample(step.sample))
+            others = [sample for sample in self.reply.samples if sample.index != step.sample]
+            self.reply = Reply(self.reply.prompt, [*others, Sample(step.sample)])
         (sample,) = [one for one in self.reply.samples if one.index == step.sample]
         sample.restore(step.parts, step.spans, step.kv_versions, step.inexact, decoded(step.end) if step.end else None)
         self._of(sample).note()
-
-    def drop(self, index: int) -> None:
-        """Forget what was made of a sample."""
-        others = [sample for sample in self.reply.samples if sample.index != index]
-        self.reply = Reply(self.reply.prompt, others)

@@ -1,4 +1,4 @@
-"""What a record has of a group at any moment is what was made until then, whatever became of its attempts."""
+"""What a record has of a prompt at any moment is what was made until then, whatever became of its attempts."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from engines.chunks import Chunk
 from engines.raw_json import encoded, opened
+from gateway.dialects.growth import Growth, PromptRecord
 from gateway.dialects.sample import Reply, Sample, Source
-from gateway.dialects.submissions.frames import Growth, read_steps
-from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.fleet.replica import Flight, Replica
 from tests.rigs.rig import Json
 
 PROMPT = [1, 2]
+read_steps = msgspec.msgpack.Decoder(list[Growth]).decode
 ALONE = 0
 
 
@@ -35,8 +35,8 @@ def stamped(sample: Sample) -> None:
     sample.spans = [{"version": 0, "start": 0, "end": sample.num_made}]
 
 
-def told(record: GroupRecord) -> Json | None:
-    """The group's sample as a client gets it; None before it has tokens."""
+def told(record: PromptRecord) -> Json | None:
+    """The prompt's sample as a client gets it; None before it has tokens."""
     samples = record.reply.samples
     if not samples or not samples[0].num_made:
         return None
@@ -49,8 +49,8 @@ EVENTS = st.lists(st.sampled_from(["chunk", "write", "rest", "void", "again"]), 
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_a_restored_group_continues_where_its_record_ends(events: list[str]) -> None:
-    record = GroupRecord(0, 1, PROMPT)
+def test_a_restored_prompt_continues_where_its_record_ends(events: list[str]) -> None:
+    record = PromptRecord(0, PROMPT)
     record.reply.samples = [Sample(ALONE)]
     steps: list[Growth] = []
     for event in events:
@@ -68,18 +68,17 @@ def test_a_restored_group_continues_where_its_record_ends(events: list[str]) -> 
             case "write":
                 steps += record.growth()
     [sample] = record.reply.samples
-    record.settle()
+    sample.settle()
     steps += record.growth()
-    restored = GroupRecord(0, 1, PROMPT)
+    restored = PromptRecord(0, PROMPT)
     for step in read_steps(msgspec.msgpack.encode(steps)):
-        assert isinstance(step, Growth)
         restored.restore(step)
     if record.reply.samples[0].num_made:
         assert told(restored) == told(record)
 
 
 def test_a_sample_that_ended_is_whole_in_the_record() -> None:
-    record, restored = GroupRecord(0, 1, PROMPT), GroupRecord(0, 1, PROMPT)
+    record, restored = PromptRecord(0, PROMPT), PromptRecord(0, PROMPT)
     record.reply.samples = [sample := Sample(ALONE)]
     made(sample, 3)
     stamped(sample)
@@ -93,16 +92,16 @@ def test_a_sample_that_ended_is_whole_in_the_record() -> None:
 
 
 def test_tokens_of_no_known_version_are_not_written() -> None:
-    record = GroupRecord(0, 1, PROMPT)
+    record = PromptRecord(0, PROMPT)
     record.reply.samples = [sample := Sample(ALONE)]
     made(sample, 3)
     assert record.growth() == []
-    record.settle()
+    sample.settle()
     assert told(record) is None
 
 
 def test_a_step_has_the_versions_where_they_changed_and_a_restored_sample_those_of_all_its_tokens() -> None:
-    record, restored, flight = GroupRecord(0, 1, PROMPT), GroupRecord(0, 1, PROMPT), Flight(3)
+    record, restored, flight = PromptRecord(0, PROMPT), PromptRecord(0, PROMPT), Flight(3)
     record.reply.samples = [sample := Sample(ALONE)]
     sample.begin(Source(cast(Replica, SimpleNamespace(weight_version=3)), flight, None))
     has_versions = []
@@ -113,7 +112,6 @@ def test_a_step_has_the_versions_where_they_changed_and_a_restored_sample_those_
         [step] = record.growth()
         has_versions.append(step.spans is not None)
         [read] = read_steps(msgspec.msgpack.encode([step]))
-        assert isinstance(read, Growth)
         restored.restore(read)
         [again] = restored.reply.samples
         assert (again.spans, again.kv_versions) == sample.stamps_of(sample.num_made)

@@ -172,10 +172,6 @@ class Sample:
         kept.prompt_token_ids = choice.prompt_token_ids
         return kept
 
-    def add_told(self, told: Json) -> None:
-        """Take a choice that was told to a client."""
-        self.add(*_choices_of(told))
-
     def restore(
         self,
         parts: Iterable[Choice],

@@ -26,7 +26,6 @@ class Holder(StrEnum):
 
     UPDATE = "weight update"
     TRAINER = "pause"
-    ABORT_ALL = "abort of all"
     CATCH_UP = "catch-up"
 
 

@@ -16,7 +16,6 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.rendering import Rendering
 from gateway.dialects.replays import Replays
 from gateway.dialects.runner import Runner
-from gateway.dialects.sglang import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.fleet import Fleet
@@ -31,7 +30,6 @@ from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sessions import SessionRoutes
-from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
@@ -59,7 +57,6 @@ class GatewayServer:
         any_replica = AnyReplica(fleet)
         rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
         chat = Chat(fleet, runner, tokens, rendering)
-        sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
         self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
@@ -67,7 +64,6 @@ class GatewayServer:
         agents = AgentRoutes(
             Turns(rendering, tokens, chat, deliveries, self._sessions, Tails(rendering)), self._measurement
         )
-        own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
@@ -77,17 +73,15 @@ class GatewayServer:
                 completions,
                 chat,
                 tokens,
-                sglang,
                 self._measurement,
                 deliveries,
                 self._replays,
-                own,
+                OwnRequests(),
                 agents.create_chat,
             ),
             agents,
             SessionRoutes(self._sessions),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
-            SglangRoutes(fleet, scheduler, weights, sglang, own),
             dashboard,
         ]
 

@@ -20,9 +20,6 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import cut_off, names, on_living
 from gateway.weights.updates.record import UpdateRecord
 
-_ABORT_TIMEOUT_S = 30.0
-_AGAIN_AFTER_S = 1.0
-
 
 class Pauses:
     """Stops the policy and lets it go on. Frozen rollouts keep their place; new ones wait at the gate."""
@@ -59,26 +56,6 @@ class Pauses:
                 await on_living(held, lambda replica: replica.brake.release(Holder.TRAINER, timeout_s), timeout_s)
         finally:
             self._let_go(Holder.TRAINER)
-
-    @asynccontextmanager
-    async def aborting_all(self) -> AsyncIterator[None]:
-        """Ends all rollouts of the policy with the tokens they have. New ones wait until the end of the block."""
-        try:
-            await self._abort_all()
-            yield
-        finally:
-            self._let_go(Holder.ABORT_ALL)
-
-    async def _abort_all(self) -> None:
-        """Pause with an abort until no rollout is in flight: a request may reach its engine after the first one."""
-        ends_at = time.monotonic() + _ABORT_TIMEOUT_S
-        while True:
-            await self._stop(Holder.ABORT_ALL, PauseMode.ABORT, clear_cache=False)
-            try:
-                return await self._scheduler.drained(_AGAIN_AFTER_S)
-            except DeadlineExceeded:
-                if time.monotonic() >= ends_at:
-                    raise
 
     async def reset_prefix_cache(self) -> bool:
         """True when every replica of the policy that has the route forgot its prefixes.

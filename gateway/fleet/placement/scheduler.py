@@ -98,10 +98,6 @@ class Scheduler:
                 if picks(waiter.rollout):
                     self._end(waiter, line, _withdrawn(waiter.rollout))
 
-    def withdraw_policy(self) -> None:
-        """End the policy's rollouts that no replica has, as `withdraw` does."""
-        self.withdraw(lambda rollout: rollout.model == self._fleet.models.policy)
-
     @property
     def closed_for(self) -> list[str]:
         """The reasons why nothing of the policy is placed now; empty when the gate is open."""
@@ -113,19 +109,6 @@ class Scheduler:
     def open_gate(self, reason: str) -> None:
         self._closed_for.discard(reason)
         self._pump_all()
-
-    async def drained(self, timeout_s: float) -> None:
-        """Returns when no rollout of the policy is in flight anywhere."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                for replica in self._fleet.trained:
-                    await replica.idle.wait()
-        except TimeoutError as error:
-            busy = [replica.replica_id for replica in self._fleet.trained if replica.load_samples]
-            raise DeadlineExceeded(
-                f"rollouts still run on {', '.join(busy)} after {timeout_s:g} s: raise weights.drain_timeout_s, or "
-                "pause with mode=keep or mode=abort before the update"
-            ) from error
 
     async def run(
         self, rollout: Rollout, call: Callable[[Replica], Awaitable[None]], kept: Callable[[EngineError], bool]

@@ -62,8 +62,6 @@ class ModelRoutes:
         router.add_post("/detokenize", access.for_inference(self._pass_through))
         router.add_post("/v1/completions/render", access.for_inference(self._render))
         router.add_post("/v1/chat/completions/render", access.for_inference(self._render))
-        router.add_get("/model_info", access.for_inference(self._model_info))
-        router.add_get("/get_model_info", access.for_inference(self._model_info))
         router.add_post("/v1/load_lora_adapter", access.for_admin(self._load_adapter))
         router.add_post("/v1/unload_lora_adapter", access.for_admin(self._unload_adapter))
 
@@ -104,13 +102,6 @@ class ModelRoutes:
             raise lacking(request.path, replicas)
         answer = await self._answer(able, request, body)
         return reply(answer["value"] if answer.keys() == {"value"} else answer)  # a list is wrapped by the client
-
-    async def _model_info(self, request: web.Request) -> web.Response:
-        """Reply with SGLang's description of the policy."""
-        card = await self._model_card(self.fleet.models.first)
-        path = card.get("root") or card["id"]
-        described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
-        return reply(described | {"preferred_sampling_params": None, "weight_version": str(self.fleet.version)})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         """Load a LoRA adapter from a folder on all replicas."""

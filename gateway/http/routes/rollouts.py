@@ -1,6 +1,5 @@
 """The routes that generate tokens, in every dialect: decoded here, run by the dialect, encoded here."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError
-from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import CompletionPrompt, Completions, Written
 from gateway.dialects.replays import Replays, identity_of
 from gateway.dialects.runner import A
-from gateway.dialects.sglang import SglangGenerate
 from gateway.dialects.streams import Show, total_usage
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.metrics import Deliveries
@@ -24,17 +20,14 @@ from gateway.http.access import CLIENT, Access, Handler, OwnRequests, has_sessio
 from gateway.http.json_body import BeforeEnd, as_object, read_content, read_object, reply, send_events, send_pieces
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
 
-_HEALTH_TIMEOUT_S = 20.0
-
 
 @dataclass(eq=False)
 class RolloutRoutes:
-    """Generation, in OpenAI's dialect and by the token routes of vLLM and SGLang."""
+    """Generation, in OpenAI's dialect and by vLLM's token routes."""
 
     completions: Completions
     chat: Chat
     tokens: TokenGeneration
-    sglang: SglangGenerate
     measurement: Measurement
     deliveries: Deliveries
     replays: Replays
@@ -48,9 +41,7 @@ class RolloutRoutes:
         chat = access.for_inference(self._create_chat_completion)
         router.add_post("/v1/chat/completions", by_session_key(self.session_chat, chat))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
-        router.add_post("/generate", access.for_inference(self._generate_sglang))
         router.add_post("/inference/v1/abort_requests", access.for_inference(self._abort_requests))
-        router.add_get("/health_generate", access.for_inference(self._health_generate))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         content, body, session = await self._read(request)
@@ -88,31 +79,10 @@ class RolloutRoutes:
         with self.own.under_way(request, body["request_id"]), self.tokens.under_way(prompt.rollout):
             return await self._answer(request, prompt, self.tokens.generate)
 
-    async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
-        _, body, session = await self._read(request)
-        given = self.sglang.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, given.asked.rid):
-            if body.get("stream"):
-                return await self._stream(request, given.prompt.rollout.model, partial(self.sglang.stream, given))
-            answers, usage = await self.sglang.generate(given)
-        self.measurement.count_tokens(given.prompt.rollout.model, usage)
-        return reply(answers)
-
     async def _abort_requests(self, request: web.Request) -> web.Response:
         """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
         request_ids: Any = (await read_object(request)).get("request_ids")
         await self.tokens.abort(request_ids, partial(self.own.named, request, self._access))
-        return reply({})
-
-    async def _health_generate(self, request: web.Request) -> web.Response:
-        """Reply 200 after one token: SGLang's check that tokens are generated."""
-        prompts = self.completions.decode({"prompt": "a", "max_tokens": 1}, request_id(request))
-        try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                await self.completions.generate(prompts)
-        except (TimeoutError, EngineError, DeadlineExceeded) as error:
-            reason = str(error) or f"no token within {_HEALTH_TIMEOUT_S:g} s"
-            return reply(error_body(f"{reason}: see /status", 503), 503)
         return reply({})
 
     async def _read(self, request: web.Request) -> tuple[bytes, Json, str]:

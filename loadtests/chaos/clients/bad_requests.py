@@ -21,13 +21,6 @@ INFERENCE: dict[tuple[str, str], Json] = {
     ("POST", "/v1/chat/completions"): {"model": "sim", "messages": _MESSAGES, **_SAMPLING, "logprobs": True},
     ("POST", "/inference/v1/generate"): {"token_ids": [5, 6, 7], "sampling_params": _SAMPLING, "model": "sim"},
     ("POST", "/inference/v1/abort_requests"): {"request_ids": ["a", "b"]},
-    ("POST", "/generate"): {
-        "input_ids": [5, 6],
-        "sampling_params": {"max_new_tokens": 4, "n": 2, "temperature": 0.5},
-        "return_logprob": True,
-        "stream": False,
-    },
-    ("POST", "/abort_request"): {"rid": "a"},
     ("POST", "/tokenize"): {"model": "sim", "prompt": "hello", "add_special_tokens": True},
     ("POST", "/detokenize"): {"model": "sim", "tokens": [70, 71]},
     ("POST", "/v1/completions/render"): {"model": "sim", "prompt": "hello"},
@@ -35,13 +28,12 @@ INFERENCE: dict[tuple[str, str], Json] = {
     ("POST", "/generate/"): {"prompts": ["a", "b"], "n": 2, "max_tokens": 4, "temperature": 1.0, "top_k": -1},
     ("POST", "/chat/"): {"messages": [_MESSAGES], "n": 1, "max_tokens": 4},
     ("POST", "/get_sequence_logprobs/"): {"sequences": [[5, 6, 7]], "prompt_lengths": [1]},
-    ("POST", "/workers"): {"url": "http://127.0.0.1:1"},
     **{
         ("GET", path): {}
         for path in (
             "/v1/models", "/v1/models/sim", "/v1/models/%ff%00", "/version", "/tokenizer_info", "/server_info",
-            "/model_info", "/status", "/metrics", "/health", "/ping", "/weight_info", "/v1/weight_updates",
-            "/v1/weights", "/v1/weight_canary", "/workers", "/dashboard", "/dashboard.json", "/", "/nowhere",
+            "/status", "/metrics", "/health", "/ping", "/weight_info", "/v1/weight_updates",
+            "/v1/weights", "/v1/weight_canary", "/dashboard", "/dashboard.json", "/", "/nowhere",
         )
     },
 }  # fmt: skip
@@ -59,7 +51,7 @@ _METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE",
 _FIELDS = (
     "n", "max_tokens", "prompt", "messages", "stream", "stream_options", "model", "seed", "temperature", "logprobs",
     "stop", "echo", "min_version", "max_staleness", "session_id", "cache_salt", "priority", "structured_outputs",
-    "response_format", "tools", "logit_bias", "best_of", "prompt_logprobs", "text", "image_data", "lora_path",
+    "response_format", "tools", "logit_bias", "best_of", "prompt_logprobs",
 )  # fmt: skip
 
 

@@ -392,8 +392,7 @@ async def test_a_turn_whose_engine_gives_no_log_probs_is_masked(rig: Rig, monkey
 async def test_an_abort_by_the_trainer_cuts_a_call(rig: Rig) -> None:
     asking = asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG)))
     await rig.begun(tokens=9)
-    async with rig.client.post(f"{rig.url}/abort_request", json={"abort_all": True}) as response:
-        assert response.status == 200
+    assert (await rig.post("/pause?mode=abort"))[0] == 200
     status, reply = await asking
     assert (status, reply["stop_reason"]) == (200, "max_tokens")
     _, [call] = await record(rig, "one")

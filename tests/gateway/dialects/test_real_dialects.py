@@ -246,27 +246,6 @@ def test_a_request_that_is_aborted_is_answered_with_what_it_has(real: RealFleet)
     assert len(choice["token_ids"]) < 2000
 
 
-def test_sglangs_generate_is_answered_by_vllm(real: RealFleet) -> None:
-    sampling = {"max_new_tokens": 6, "ignore_eos": True, "sampling_seed": 2, "temperature": 0.9}
-    for ids in (IDS, IDS[:5]):
-        body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling}
-        body |= {"return_logprob": True, "logprob_start_len": 0}
-        status, reply = real.call("/generate", body | {"top_logprobs_num": 2})
-        assert status == 200, reply
-        meta = reply["meta_info"]
-        assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
-        assert [entry[1] for entry in meta["input_token_logprobs"]] == ids
-        assert meta["input_token_logprobs"][0][0] is None
-        assert meta["input_top_logprobs"][0] is None
-        assert {len(top) for top in meta["output_top_logprobs"] + meta["input_top_logprobs"][1:]} == {2}
-        assert meta["finish_reason"] == {"type": "length", "length": 6}
-        assert (meta["prompt_tokens"], meta["weight_version"]) == (len(ids), "0")
-        assert meta["cached_tokens"] >= 0
-    chunks = real.stream("/generate", {"text": "ab", "sampling_params": sampling | {"max_new_tokens": 30}})
-    assert len(chunks[-1]["output_ids"]) == 30
-    assert real.call("/health_generate")[0] == 200
-
-
 def _cached_share(client: openai.OpenAI, run: str, *, with_sessions: bool) -> float:
     """Share of the prompt tokens that came from the prefix cache, over all turns but the first of each agent."""
 

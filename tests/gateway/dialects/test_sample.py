@@ -216,7 +216,7 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
             parted.stamp()
             parted.keep()
             parted.begin(of_version(2))
-            parted.add_told(choice | {"token_ids": [1, 2], "text": "of an attempt that failed"})
+            added(parted, choice | {"token_ids": [1, 2], "text": "of an attempt that failed"})
             parted.begin(of_version(2))
         event = written({"choices": [choice]}, ways).encode()
         for sample in (whole, parted):
@@ -260,6 +260,11 @@ def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> 
     assert opened(sample.told(BARE))["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 
+def added(sample: Sample, told: Json) -> None:
+    """Have the sample take a choice of an engine."""
+    sample.add(*Chunk.read(encoded({"choices": [told]})).choices)
+
+
 def told(text: str, token_ids: list[int], prompt: list[int]) -> Json:
     """A choice of version 0, which continues."""
     tokens = list(text)
@@ -276,7 +281,7 @@ def test_tokens_that_were_left_out_of_the_rests_prompt_are_left_out_of_the_whole
     sample.keep()
     sample.begin(of_version(1))
     sample.num_read = 2
-    sample.add_told(told("éc", [6, 7], [9, 1, 2]) | {"weight_versions": None})
+    added(sample, told("éc", [6, 7], [9, 1, 2]) | {"weight_versions": None})
     sample.stamp()
     both = opened(sample.told(BARE))
     assert (both["text"], both["token_ids"]) == ("abéc", [1, 2, 6, 7])
@@ -299,9 +304,9 @@ def test_a_rest_that_was_aborted_before_its_first_token_leaves_all_of_the_first_
 def test_a_part_has_the_spans_that_its_engine_reported_with_the_first_token_of_each_version() -> None:
     sample = begun(version=7)
     spans = [{"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 4}]
-    sample.add_told({"index": 0, "token_ids": [1], "weight_versions": [{"version": "0", "start": 0, "end": 1}]})
-    sample.add_told({"index": 0, "token_ids": [2, 3, 4], "weight_versions": spans})
-    sample.add_told({"index": 0, "token_ids": [5, 6]})
+    added(sample, {"index": 0, "token_ids": [1], "weight_versions": [{"version": "0", "start": 0, "end": 1}]})
+    added(sample, {"index": 0, "token_ids": [2, 3, 4], "weight_versions": spans})
+    added(sample, {"index": 0, "token_ids": [5, 6]})
     sample.stamp()
     assert sample.spans == [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 6}]
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from engines.engine import Engine
+from engines.chunks import Chunk
+from engines.engine import Engine, Json
+from engines.raw_json import encoded
 from gateway.dialects.sample import Sample, Source
 from gateway.fleet.replica import Flight, Replica
 from sim.model import SimModel
 from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
-
-Json = dict[str, Any]
 
 ASKED = {"max_tokens": 12, "ignore_eos": True}
 BODIES: dict[str, Json] = {
@@ -35,10 +35,15 @@ def made_in(flight: Flight) -> Source:
     return Source(cast(Replica, None), flight, None)
 
 
+def added(sample: Sample, told: Json) -> None:
+    """Have the sample take a choice of an engine."""
+    sample.add(*Chunk.read(encoded({"choices": [told]})).choices)
+
+
 def stamped(flight: Flight, **told: Any) -> list[Json]:
     sample = Sample(0)
     sample.begin(made_in(flight))
-    sample.add_told({"index": 0, "token_ids": [7, 8, 9], **told})
+    added(sample, {"index": 0, "token_ids": [7, 8, 9], **told})
     sample.stamp()
     return list(sample.spans or ())
 

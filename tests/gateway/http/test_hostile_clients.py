@@ -45,7 +45,7 @@ async def test_more_prompts_than_allowed_are_refused_at_once(
     assert (await rig.post("/v1/completions", ASKED | {"prompt": [5] * 11}))[0] == 200  # one prompt of 11 tokens
 
 
-async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
+async def test_a_pause_leaves_the_gate_open_where_a_replica_fails_under_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: Any, **__: Any) -> None:
@@ -54,8 +54,7 @@ async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
 
     engine = rig.fleet.replicas[0].engine
     monkeypatch.setattr(engine, "pause", broken)
-    async with rig.client.post(f"{rig.url}/abort_request", json={"abort_all": True}) as response:
-        assert response.status != 200
+    assert (await rig.post("/pause?mode=abort"))[0] != 200
     await until(lambda: rig.get("/status"), lambda got: not got[1]["gate_closed_for"])
     assert (await rig.complete([[5]]))["choices"]
 
@@ -66,7 +65,6 @@ async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
         ("/v1/completions", {"model": "sim", "prompt": [5], "max_tokens": 100, "ignore_eos": True}),
         ("/v1/chat/completions", {"messages": [{"content": "a"}], "max_tokens": 100, "ignore_eos": True}),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 100, "ignore_eos": True}}),
-        ("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}),
     ],
 )
 async def test_a_client_that_leaves_its_stream_ends_its_rollout(start_rig: StartRig, path: str, body: Any) -> None:
@@ -133,26 +131,6 @@ async def test_engines_know_equal_ids_of_two_keys_apart(start_rig: StartRig, mon
         assert (await twos)[1]["request_id"] == "generate-tokens-same"
         assert (await rig.post(ABORT, {"request_ids": ["generate-tokens-same"]}, headers=ONE))[0] == 200
         assert (await ones)[1]["request_id"] == "generate-tokens-same"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_keys_with_equal_rids_end_their_own_alone(start_rig: StartRig, stream: bool) -> None:
-    rig = await start_rig(1, gateway=TWO_KEYS)
-    sampling = {"max_new_tokens": 100, "ignore_eos": True}
-    body = {"input_ids": [5], "rid": "same", "sampling_params": sampling, "stream": stream}
-
-    async def text(headers: Json) -> str:
-        async with rig.client.post(f"{rig.url}/generate", json=body, headers=headers) as response:
-            return await response.text()
-
-    async with asyncio.timeout(30):
-        ones, twos = (asyncio.create_task(text(headers)) for headers in (ONE, TWO))
-        await rig.begun(2)
-        async with rig.client.post(f"{rig.url}/abort_request", json={"rid": "same"}, headers=TWO) as response:
-            assert response.status == 200
-        assert '"abort"' in await twos
-        rig.hurry()
-        assert '"abort"' not in await ones
 
 
 def _with_abort(info: Any) -> Any:

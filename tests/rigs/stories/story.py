@@ -120,8 +120,8 @@ class AbortAll(Step):
         gateway = await story.gateway()
 
         async def work() -> None:
-            async with gateway.weights.pauses.aborting_all():
-                await asyncio.sleep(0.1)
+            await gateway.weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
+            await gateway.weights.pauses.resume()
 
         await gateway.call(work())
 

@@ -194,11 +194,11 @@ async def test_a_batch_ends_after_its_grace(start_rig: StartRig, grace_s: float)
     assert made(rig) - before == ALL
 
 
-async def test_an_abort_of_all_ends_it(rig: Rig) -> None:
+async def test_a_pause_that_aborts_ends_it(rig: Rig) -> None:
     await left(rig)
-    async with rig.client.post(rig.url + "/abort_request", json={"abort_all": True}) as response:
-        assert response.status == 200
+    assert (await rig.post("/pause?mode=abort"))[0] == 200
     await until(rig, "orphaned_batch_ends", 1, end="failed")
+    assert (await rig.post("/resume"))[0] == 200
     rig.hurry()
     await whole(rig)
 

@@ -305,9 +305,7 @@ def test_no_rollout_waits_for_more_than_its_turn_and_equals_keep_their_order(
     asyncio.run(_placed_in_turns(arrivals))
 
 
-arrivals = st.fixed_dictionaries(
-    {"n": st.sampled_from([1, 1, 2, 3, 4, 6]), "priority": st.integers(0, 1), "expected": st.none() | st.integers(1, 2)}
-)
+arrivals = st.fixed_dictionaries({"n": st.sampled_from([1, 1, 2, 3, 4, 6]), "expected": st.none() | st.integers(1, 2)})
 ends = st.integers(0, 20)
 
 
@@ -372,14 +370,14 @@ async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:
     while len(line):
         place()
     assert len(placed) == len(arrivals)
-    turns = [waiter.order[2] for waiter in placed]
+    turns = [waiter.order[1] for waiter in placed]
     assert turns == sorted(turns), "a rollout waits for those of its turn and of turns before, however long others are"
     for one, other in itertools.combinations(placed, 2):
-        if one.rollout.expected == other.rollout.expected and one.order[2] == other.order[2]:
+        if one.rollout.expected == other.rollout.expected and one.order[1] == other.order[1]:
             assert int(one.rollout.request_id) < int(other.rollout.request_id)
 
 
-async def test_rollouts_of_the_policy_alone_are_withdrawn() -> None:
+async def test_rollouts_that_wait_are_withdrawn_and_others_are_not() -> None:
     played = Played(1)
     played.fleet.replicas[0].backoff.busy(60.0)
     tasks = []
@@ -387,7 +385,7 @@ async def test_rollouts_of_the_policy_alone_are_withdrawn() -> None:
         rollout = Rollout(request_id=model, model=model, n=1, tokens=1)
         tasks.append(asyncio.create_task(played.scheduler.run(rollout, lambda _: asyncio.sleep(0), lambda _: False)))
     await asyncio.sleep(0)
-    played.scheduler.withdraw_policy()
+    played.scheduler.withdraw(lambda rollout: rollout.model == "m")
     with pytest.raises(Withdrawn, match="m was aborted"):
         await tasks[0]
     assert played.scheduler.queue_length("judge") == 1

@@ -57,20 +57,8 @@ def sample_of(choices: list[Json]) -> Sample:
     )
 
 
-def as_choice(told: Json) -> Json:
-    """A reply of SGLang's dialect in the words of the others."""
-    meta = told["meta_info"]
-    scores = {"token_logprobs": [entry[0] for entry in meta["output_token_logprobs"]]}
-    return meta | told | {
-        "index": 0, "token_ids": told["output_ids"], "logprobs": scores, "finish_reason": meta["finish_reason"]["type"],
-    }  # fmt: skip
-
-
 async def told_of(rig: Rig, path: str, body: Json, *, stream: bool) -> tuple[list[Sample], int]:
     """The samples in their order, and the count of their tokens."""
-    if path == "/generate":
-        reply = (await rig.stream(path, body))[-1] if stream else (await rig.post(path, body))[1]
-        return [sample_of([as_choice(reply)])], reply["meta_info"]["completion_tokens"]
     if stream:
         *chunks, last = await rig.stream(path, body | {"stream_options": {"include_usage": True}})
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -90,11 +78,6 @@ DIALECTS: dict[str, Json] = {
     "/v1/completions": {"prompt": [5, 6], "logprobs": 1, "return_token_ids": True} | GREEDY,
     CHAT: {"messages": HELLO, "logprobs": True, "top_logprobs": 1, "return_token_ids": True} | GREEDY,
     "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": GREEDY | {"logprobs": 0}},
-    "/generate": {
-        "input_ids": [5, 6],
-        "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True, "temperature": 0.0},
-        "return_logprob": True,
-    },
 }
 
 
@@ -106,13 +89,7 @@ def with_samples(body: Json, n: int) -> Json:
 @pytest.mark.parametrize("breaks", ["update", "update update", "death", "death death", "update death"])
 @pytest.mark.parametrize(
     ("path", "n", "stream"),
-    [
-        (path, n, stream)
-        for path in DIALECTS
-        for n in (1, 3)
-        for stream in (False, True)
-        if (path != "/generate" or n == 1) and (path != CHAT or not stream)
-    ],
+    [(path, n, stream) for path in DIALECTS for n in (1, 3) for stream in (False, True) if path != CHAT or not stream],
 )
 async def test_each_sample_goes_on_from_its_tokens(
     start_rig: StartRig, path: str, n: int, stream: bool, breaks: str

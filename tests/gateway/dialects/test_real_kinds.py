@@ -172,27 +172,6 @@ def test_sglang_takes_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> N
     assert streamed[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
 
 
-def test_sglangs_own_dialect_says_through_the_gateway_what_sglang_says(real: real_vllm.RealFleet) -> None:
-    judge = next(replica for replica in real.replicas if replica.model == "judge")
-    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
-    for prompt in PROMPTS[:2]:
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        body["top_logprobs_num"] = 2
-        status, mine = real.call("/generate", body | {"model": "judge"})
-        assert status == 200, mine
-        _, own = replace(real, url=judge.url).call("/generate", body)
-        assert (mine["text"], mine["output_ids"]) == (own["text"], own["output_ids"])
-        for key in ("prompt_tokens", "completion_tokens", "finish_reason"):
-            assert mine["meta_info"][key] == own["meta_info"][key]
-        for key in ("input_token_logprobs", "output_token_logprobs"):
-            assert _ids(mine["meta_info"][key]) == _ids(own["meta_info"][key])
-            assert _values(mine["meta_info"][key]) == pytest.approx(_values(own["meta_info"][key]), abs=1e-4)
-        for key in ("input_top_logprobs", "output_top_logprobs"):
-            assert [top and _ids(top) for top in mine["meta_info"][key]] == [
-                top and _ids(top) for top in own["meta_info"][key]
-            ]
-
-
 def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
     """Return True if each token is the likeliest after the tokens before it."""
     with torch.no_grad():
@@ -270,11 +249,3 @@ def test_an_external_sglang_server_takes_weights_from_trls_client(theirs: real_v
         assert {span["version"] for choice in after for span in choice["weight_versions"]} == {1}
         client.update_model_params(checkpoint())
         assert greedy(theirs) == before, "the weights that it came with, sent back"
-
-
-def _ids(entries: list[Any]) -> list[int]:
-    return [entry[1] for entry in entries]
-
-
-def _values(entries: list[Any]) -> list[float]:
-    return [entry[0] for entry in entries if entry[0] is not None]

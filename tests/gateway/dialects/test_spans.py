@@ -23,7 +23,6 @@ BODIES: dict[str, Json] = {
     "/v1/completions": {"prompt": [5, 6], "return_token_ids": True, **ASKED},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **ASKED},
     "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": ASKED},
-    "/generate": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}},
 }
 
 
@@ -123,8 +122,7 @@ async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Jso
 
 
 def spans(told: Json) -> list[Json]:
-    choice = told["choices"][0] if "choices" in told else told
-    found = choice.get("meta_info", choice)["weight_versions"]
+    found = told["choices"][0]["weight_versions"]
     return [{**span, "version": int(span["version"])} for span in found]
 
 

@@ -82,10 +82,6 @@ async def test_every_dialect_asks_for_an_adapter_by_its_name(rig: Rig, tmp_path:
     _, tokens = await rig.post("/inference/v1/generate", by_name)
     assert tokens["choices"][0]["token_ids"] == adapted
     assert tokens["choices"][0]["weight_versions"][0]["version"] == "7"
-    by_path = {"lora_path": "trl-policy-v7", "input_ids": PROMPT, "sampling_params": limit | {"max_new_tokens": 12}}
-    _, generated = await rig.post("/generate", by_path)
-    assert generated["output_ids"] == adapted
-    assert generated["meta_info"]["weight_version"] == "7"
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
     _, spoken = await rig.post("/v1/chat/completions", chat | {"model": "trl-policy-v7"})
     _, base = await rig.post("/v1/chat/completions", chat | {"model": "sim"})

@@ -51,7 +51,6 @@ async def test_a_death_does_to_a_completion_what_the_table_says(start_rig: Start
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 80, "seed": 3}),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 80, "seed": 3}}),
-        ("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 80, "sampling_seed": 3}}),
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -57,10 +57,6 @@ class DeadlyPrompt(InvalidRequest):
     """Engines died under this prompt."""
 
 
-class Withdrawn(RolloutGatewayError):
-    """The client aborted the rollout while it waited for a replica."""
-
-
 class NotAllowed(RolloutGatewayError):
     """The key is missing or wrong (`known` False), or not an admin key (`known` True, and `key` is its name)."""
 

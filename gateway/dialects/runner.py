@@ -14,7 +14,7 @@ from msgspec import structs
 
 from engines.chunks import Choice, Chunk
 from engines.engine import Json
-from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
+from engines.errors import EngineError, EngineFailed, EngineRefused
 from engines.raw_json import NO_JSON, opened
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.resumption import inexact_fields
@@ -160,7 +160,6 @@ class Runner:
         self._scheduler = scheduler
         self._fleet = fleet
         self.lengths = scheduler.lengths
-        self.withdraw = scheduler.withdraw
         self._metrics = metrics
 
     async def run(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
@@ -214,10 +213,7 @@ class Runner:
         if ask.before is not None and ask.is_full:
             part.end(part.samples, _FULL)
             return
-        try:
-            await self._scheduler.run(ask.rollout, part.make, part.kept)
-        except Withdrawn:
-            part.end([sample for sample in part.samples if sample.is_open], ABORT)
+        await self._scheduler.run(ask.rollout, part.make, part.kept)
         if part.error is not None:
             raise part.error
         if reply.heard is not None:

@@ -3,10 +3,8 @@
 An engine that serves the route gets the body as it is; any other engine gets it in the words of /v1/completions.
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +13,7 @@ import structlog
 
 from engines.chunks import Chunk
 from engines.engine import Json
-from engines.errors import InvalidRequest, UnknownRoute, shown
+from engines.errors import InvalidRequest, UnknownRoute
 from engines.raw_json import encoded, opened
 from engines.types import ReplicaInfo
 from gateway.dialects import completions
@@ -31,14 +29,9 @@ from gateway.fleet.replica import Replica
 log = structlog.get_logger()
 
 PATH = "/inference/v1/generate"
-ABORT_PATH = "/inference/v1/abort_requests"
-
-# vLLM puts this before the id of a request, also in its reply.
-_ID_PREFIX = "generate-tokens-"
 
 _REFUSED = ("kv_transfer_params", "ec_transfer_params")  # they tie a request to one engine
 _MEDIA = ("features", "content_parts")  # images and sound as vLLM's route has them
-_ABORT_TIMEOUT_S = 10.0
 # The fields of vLLM's SamplingParams that /v1/completions has too, by the same name.
 _SAME_NAME = frozenset(
     {
@@ -60,7 +53,6 @@ class TokenGeneration:
         self._fleet = fleet
         self._runner = runner
         self.make = runner.run
-        self._ids: dict[str, list[str]] = {}
 
     def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> "TokenPrompt":
         """Give the body its request's id where it has none. Raises `InvalidRequest` for fields that no engine would
@@ -82,7 +74,7 @@ class TokenGeneration:
         given = body.get("request_id")
         body["request_id"] = request_id if given is None else check_id(given, "request_id")
         rollout = terms.rollout(
-            name_of_client(client, body["request_id"]),  # engines abort by it
+            name_of_client(client, body["request_id"]),  # engines refuse an id that runs
             body["token_ids"],
             n=n,
             prompt_tokens=length,
@@ -108,43 +100,6 @@ class TokenGeneration:
         self._runner.count_missing(reply.num_unscored)
         ids = prompt.read if body.get("return_token_ids") else None
         return prompt.as_asked({"prompt_logprobs": None} | prompt.told(reply) | {"prompt_token_ids": ids})
-
-    @contextmanager
-    def under_way(self, rollout: Rollout) -> Iterator[None]:
-        """Note the ids of a rollout and of the rests of its samples: an abort of the whole reaches them."""
-        name = rollout.request_id
-        rests = [f"{name}-{index}" for index in range(rollout.n)] if rollout.n > 1 else []
-        self._ids[name] = [name, *rests]
-        try:
-            yield
-        finally:
-            self._ids.pop(name, None)
-
-    async def abort(self, request_ids: Any, clients_of: Callable[[str], Iterable[str]]) -> None:
-        """End requests, which are answered with the tokens they have; `clients_of` are the clients whose request of an
-        id the caller may end. Other ids are ignored.
-
-        Raises `UnknownRoute` where no engine serves the route.
-        """
-        if not isinstance(request_ids, list) or not all(isinstance(item, str) and item for item in request_ids):
-            raise InvalidRequest(f"request_ids = {shown(request_ids)} must be a list of ids", param="request_ids")
-        replicas = [replica for replica in self._fleet.replicas if ABORT_PATH in replica.info.capabilities]
-        if not replicas:
-            raise lacking(ABORT_PATH, self._fleet.replicas)
-        names = {check_id(item.removeprefix(_ID_PREFIX), "request_ids") for item in request_ids}
-        named = [name_of_client(client, name) for name in names for client in clients_of(name)]
-        if not named:
-            return
-        ids = {part for name in named for part in self._ids.get(name, [name])}
-        self._runner.withdraw(lambda rollout: rollout.request_id in ids)
-        body = {"request_ids": [_ID_PREFIX + part for part in ids]}
-        results = await asyncio.gather(
-            *(replica.engine.ask("POST", ABORT_PATH, body, _ABORT_TIMEOUT_S) for replica in replicas),
-            return_exceptions=True,  # a SUSPECT replica may not answer, and the others have aborted
-        )
-        for replica, result in zip(replicas, results, strict=True):
-            if isinstance(result, BaseException):
-                log.warning("an abort did not reach a replica", replica=replica.replica_id, error=str(result))
 
 
 @dataclass(kw_only=True)

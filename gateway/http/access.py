@@ -7,9 +7,7 @@ front of the gateway, send other people's requests from the same address, so suc
 import hashlib
 import socket
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Protocol
@@ -174,10 +172,6 @@ class Access:
             )
         return name
 
-    def is_admin(self, request: web.Request) -> bool:
-        """Return True for a trusted peer or an admin key."""
-        return self._opens(request, admin=True)
-
     def _opens(self, request: web.Request, *, admin: bool) -> bool:
         try:
             self._key_of(request, admin=admin)
@@ -236,29 +230,3 @@ def _address_of(text: str) -> IPv4Address | IPv6Address | None:
 def _own_names() -> tuple[str, str]:
     name = socket.gethostname().lower()
     return name, name.partition(".")[0]
-
-
-class OwnRequests:
-    """Requests that their clients may end by id. Admin keys and trusted networks may end those of all clients."""
-
-    def __init__(self) -> None:
-        self._under_way: Counter[tuple[str, str]] = Counter()
-
-    @contextmanager
-    def under_way(self, request: web.Request, name: str) -> Iterator[None]:
-        """Count the id as the client's while the block runs."""
-        held = request[CLIENT], name
-        self._under_way[held] += 1
-        try:
-            yield
-        finally:
-            self._under_way[held] -= 1
-            if not self._under_way[held]:
-                del self._under_way[held]
-
-    def named(self, request: web.Request, access: Access, name: str) -> list[str]:
-        """Return the clients with a request of this id under way that the client of `request` may end."""
-        if access.is_admin(request):
-            return [client for client, running in self._under_way if running == name]
-        client = request[CLIENT]
-        return [client] if (client, name) in self._under_way else []

@@ -22,7 +22,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.http.access import Access, OwnRequests, Routes
+from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, note_begin
 from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.agents import AgentRoutes
@@ -76,7 +76,6 @@ class GatewayServer:
                 self._measurement,
                 deliveries,
                 self._replays,
-                OwnRequests(),
                 agents.create_chat,
             ),
             agents,

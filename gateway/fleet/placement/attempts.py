@@ -14,7 +14,6 @@ from engines.errors import (
     EngineOverwritten,
     EngineRefused,
     InvalidRequest,
-    Withdrawn,
 )
 
 # Statuses below 500 that say nothing about the prompt: a wrong key, a missing model or route, a slow read.
@@ -35,7 +34,6 @@ class End(StrEnum):
     BUSY = "busy"  # the replica has no room, or did not accept the connection
     CUT_OFF = "cut off"  # by a weight update
     EXPIRED = "expired"
-    ABORTED = "aborted"
     LEFT = "given up by the client"
 
 
@@ -98,8 +96,6 @@ def end_of(error: BaseException, *, cuts_off: bool) -> End:
     match error:
         case DeadlineExceeded():
             return End.EXPIRED
-        case Withdrawn():
-            return End.ABORTED
         case asyncio.CancelledError() | GeneratorExit():
             return End.LEFT
         case EngineOverwritten():

@@ -20,7 +20,6 @@ from engines.errors import (
     EngineFailed,
     EngineGone,
     EngineUnreachable,
-    Withdrawn,
 )
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
@@ -41,10 +40,6 @@ _FAULT = 500
 _OTHER: Json = {"prompt": [1], "max_tokens": 1}
 _OTHER_TIMEOUT_S = 10.0
 _PATIENCE_CHECKED_EACH_S = 1.0
-
-
-def _withdrawn(rollout: Rollout) -> Withdrawn:
-    return Withdrawn(f"{rollout.request_id} was aborted")
 
 
 async def _serves_others(replica: Replica) -> bool:
@@ -71,7 +66,6 @@ class Scheduler:
         for end in RETRIED:
             metrics.retries.labels(end)  # so that each is on the page from the start
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
-        self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
         self._homes = Recent[tuple[str, str], str]()
         """The replica of each session's last turn, by model and name."""
@@ -89,14 +83,6 @@ class Scheduler:
         """Samples of an engine group's model that are in line or in flight."""
         model = self._fleet.models.groups[group].served_name
         return self._lines[model].samples + sum(one.load_samples for one in self._fleet.alive_of(model))
-
-    def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
-        """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
-        self._between = {key: rollout for key, rollout in self._between.items() if not picks(rollout)}
-        for line in self._lines.values():
-            for waiter in line.waiters():
-                if picks(waiter.rollout):
-                    self._end(waiter, line, _withdrawn(waiter.rollout))
 
     @property
     def closed_for(self) -> list[str]:
@@ -136,13 +122,7 @@ class Scheduler:
                 self.history.end(attempt, replica, ended_by)
             assert replica is not None  # the wait for one raises no `EngineError`
             progressed = kept(failure)
-            self._between[id(rollout)] = rollout
-            try:
-                await self._failed(rollout, replica, failure, progressed=progressed)
-                if id(rollout) not in self._between:
-                    raise _withdrawn(rollout)
-            finally:
-                self._between.pop(id(rollout), None)
+            await self._failed(rollout, replica, failure, progressed=progressed)
             if progressed:
                 return
 

@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
@@ -16,8 +15,8 @@ from gateway.dialects.streams import Show, total_usage
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access, Handler, OwnRequests, has_session_key
-from gateway.http.json_body import BeforeEnd, as_object, read_content, read_object, reply, send_events, send_pieces
+from gateway.http.access import CLIENT, Access, Handler, has_session_key
+from gateway.http.json_body import BeforeEnd, as_object, read_content, reply, send_events, send_pieces
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
 
 
@@ -31,7 +30,6 @@ class RolloutRoutes:
     measurement: Measurement
     deliveries: Deliveries
     replays: Replays
-    own: OwnRequests
     session_chat: Handler
     """Takes conversations of a session, by its key."""
 
@@ -41,7 +39,6 @@ class RolloutRoutes:
         chat = access.for_inference(self._create_chat_completion)
         router.add_post("/v1/chat/completions", by_session_key(self.session_chat, chat))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
-        router.add_post("/inference/v1/abort_requests", access.for_inference(self._abort_requests))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         content, body, session = await self._read(request)
@@ -76,14 +73,7 @@ class RolloutRoutes:
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
         prompt = self.tokens.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, body["request_id"]), self.tokens.under_way(prompt.rollout):
-            return await self._answer(request, prompt, self.tokens.generate)
-
-    async def _abort_requests(self, request: web.Request) -> web.Response:
-        """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
-        request_ids: Any = (await read_object(request)).get("request_ids")
-        await self.tokens.abort(request_ids, partial(self.own.named, request, self._access))
-        return reply({})
+        return await self._answer(request, prompt, self.tokens.generate)
 
     async def _read(self, request: web.Request) -> tuple[bytes, Json, str]:
         """Return the content of a request for tokens, its body, and its session."""

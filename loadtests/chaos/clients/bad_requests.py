@@ -20,7 +20,6 @@ INFERENCE: dict[tuple[str, str], Json] = {
     ("POST", "/v1/completions"): {"model": "sim", "prompt": [[5, 6, 7], [8, 9]], "return_token_ids": True, **_SAMPLING},
     ("POST", "/v1/chat/completions"): {"model": "sim", "messages": _MESSAGES, **_SAMPLING, "logprobs": True},
     ("POST", "/inference/v1/generate"): {"token_ids": [5, 6, 7], "sampling_params": _SAMPLING, "model": "sim"},
-    ("POST", "/inference/v1/abort_requests"): {"request_ids": ["a", "b"]},
     ("POST", "/tokenize"): {"model": "sim", "prompt": "hello", "add_special_tokens": True},
     ("POST", "/detokenize"): {"model": "sim", "tokens": [70, 71]},
     ("POST", "/v1/completions/render"): {"model": "sim", "prompt": "hello"},

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -227,23 +225,6 @@ def test_a_rendered_conversation_can_be_generated(real: RealFleet) -> None:
     assert status == 200, reply
     _, chat = real.call("/v1/chat/completions", body)
     assert reply["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
-
-
-def test_a_request_that_is_aborted_is_answered_with_what_it_has(real: RealFleet) -> None:
-    body = {"token_ids": IDS, "request_id": "long", "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
-    replies: list[Any] = []
-    asking = threading.Thread(target=lambda: replies.append(real.call(PATH, body)))
-    asking.start()
-    deadline = time.monotonic() + 30
-    while asking.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-        real.call("/inference/v1/abort_requests", {"request_ids": ["long"]})
-    asking.join(30)
-    ((status, reply),) = replies
-    assert status == 200, reply
-    choice = reply["choices"][0]
-    assert choice["finish_reason"] == "abort"
-    assert len(choice["token_ids"]) < 2000
 
 
 def _cached_share(client: openai.OpenAI, run: str, *, with_sessions: bool) -> float:

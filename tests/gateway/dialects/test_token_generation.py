@@ -68,14 +68,6 @@ async def test_rendering_needs_an_engine_that_does_it(rig: Rig) -> None:
     assert "engine-0 sim 0.32.0+sim" in reply["error"]["message"]
 
 
-async def test_aborting_needs_an_engine_that_does_it(rig: Rig) -> None:
-    status, reply = await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
-    assert status == 404
-    assert "engine-1 sim 0.32.0+sim" in reply["error"]["message"]
-    status, reply = await rig.post("/inference/v1/abort_requests", {"request_ids": "mine"})
-    assert (status, reply["error"]["param"]) == (400, "request_ids")
-
-
 def test_defaults_are_not_left_to_a_models_generation_config() -> None:
     body = completion_body(ask(top_p=0.5) | {"model": "m", "user": "u"}, INFO)
     assert body["max_tokens"] == 97

@@ -2,10 +2,8 @@
 
 import asyncio
 import gzip
-from dataclasses import replace
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.dialects import completions
@@ -75,66 +73,6 @@ async def test_a_client_that_leaves_its_stream_ends_its_rollout(start_rig: Start
         response.close()
     async with asyncio.timeout(20):
         await rig.fleet.replicas[0].idle.wait()
-
-
-async def test_an_abort_reaches_a_request_that_waits_for_a_replica(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for replica in rig.fleet.replicas:
-        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
-    assert (await rig.post("/pause?mode=keep"))[0] == 200
-    body = {"token_ids": [5], "sampling_params": {"max_tokens": 4}, "request_id": "mine"}
-    task = asyncio.create_task(rig.post("/inference/v1/generate", body))
-    async with asyncio.timeout(30):
-        await rig.in_line()
-        await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
-        status, reply = await task
-    assert (status, reply["choices"][0]["finish_reason"], reply["choices"][0]["token_ids"]) == (200, "abort", [])
-
-
-GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
-TWO_KEYS: Json = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
-ONE, TWO, BOSS = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
-
-
-async def test_engines_know_equal_ids_of_two_keys_apart(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = await start_rig(1, gateway=TWO_KEYS)
-    [replica] = rig.fleet.replicas
-    running: dict[str, asyncio.Event] = {}
-    asked = asyncio.Queue[str]()
-
-    async def reply(path: str, body: Json, timeout_s: float) -> bytes:
-        """As vLLM: an abort ends all requests of the id."""
-        name = f"generate-tokens-{body['request_id']}"
-        ended = running.setdefault(name, asyncio.Event())
-        asked.put_nowait(name)
-        await ended.wait()
-        choice = {"index": 0, "token_ids": [7], "finish_reason": "abort", "logprobs": None}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1}
-        return orjson.dumps({"request_id": name, "choices": [choice], "usage": usage})
-
-    async def ask(method: str, path: str, body: Json, timeout_s: float) -> Json:
-        for name in body["request_ids"]:
-            running[name].set()
-        return {}
-
-    able = replace(replica.info, capabilities=replica.info.capabilities | {GENERATE, ABORT})
-    monkeypatch.setattr(replica, "info", able)
-    monkeypatch.setattr(rig.readers[replica.replica_id].engine, "reply", reply)
-    monkeypatch.setattr(replica.engine, "ask", ask)
-    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "request_id": "same"}
-    async with asyncio.timeout(30):
-        ones = asyncio.create_task(rig.post(GENERATE, body, headers=ONE))
-        first = await asked.get()
-        twos = asyncio.create_task(rig.post(GENERATE, body, headers=TWO))
-        second = await asked.get()
-        assert (await rig.post(ABORT, {"request_ids": ["same"]}, headers=TWO))[0] == 200
-        assert (running[first].is_set(), running[second].is_set()) == (False, True)
-        assert (await twos)[1]["request_id"] == "generate-tokens-same"
-        assert (await rig.post(ABORT, {"request_ids": ["generate-tokens-same"]}, headers=ONE))[0] == 200
-        assert (await ones)[1]["request_id"] == "generate-tokens-same"
-
-
-def _with_abort(info: Any) -> Any:
-    return replace(info, capabilities=info.capabilities | {"/inference/v1/abort_requests"})
 
 
 async def test_a_background_task_that_ends_fails_the_health_check() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, Withdrawn
+from engines.errors import DeadlineExceeded
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -375,19 +375,3 @@ async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:
     for one, other in itertools.combinations(placed, 2):
         if one.rollout.expected == other.rollout.expected and one.order[1] == other.order[1]:
             assert int(one.rollout.request_id) < int(other.rollout.request_id)
-
-
-async def test_rollouts_that_wait_are_withdrawn_and_others_are_not() -> None:
-    played = Played(1)
-    played.fleet.replicas[0].backoff.busy(60.0)
-    tasks = []
-    for model in ("m", "judge"):
-        rollout = Rollout(request_id=model, model=model, n=1, tokens=1)
-        tasks.append(asyncio.create_task(played.scheduler.run(rollout, lambda _: asyncio.sleep(0), lambda _: False)))
-    await asyncio.sleep(0)
-    played.scheduler.withdraw(lambda rollout: rollout.model == "m")
-    with pytest.raises(Withdrawn, match="m was aborted"):
-        await tasks[0]
-    assert played.scheduler.queue_length("judge") == 1
-    tasks[1].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

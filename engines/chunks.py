@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from engines.raw_json import EMPTY, NULL, decoded, encoded, fields_of, joined_lists, list_of, opened
+from engines.raw_json import EMPTY, NULL, decoded, encoded, fields_of, joined_lists, list_of
 
 Json = dict[str, Any]
 
@@ -127,10 +127,6 @@ class Chunk(Struct, array_like=True, gc=False):
         self.written = encoded(self.head) if has_head else b"{}"
         for choice in self.choices:
             choice.written = encoded(choice.others)
-
-    def decoded(self) -> Json:
-        """The chunk as its engine wrote it, decoded."""
-        return self.head | {"choices": [opened(choice.fields()) for choice in self.choices], "usage": self.usage}
 
 
 def joined(choices: list[Choice]) -> Choice:

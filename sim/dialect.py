@@ -113,6 +113,29 @@ class ChatBody(SamplingBody):
         return chat_ids(self.messages, self.tools or ())
 
 
+class TokensBody(BaseModel):
+    """A body of /inference/v1/generate."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: Json
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens", "text"] | None = None
+
+    @property
+    def completion(self) -> CompletionBody:
+        """The same as a body of /v1/completions."""
+        beside = self.model_dump(include={"model", "stream", "stream_options", "cache_salt", "request_id"})
+        asked = {"prompt": self.token_ids, "return_token_ids": True}
+        return CompletionBody.model_validate({**self.sampling_params, **beside, **asked})
+
+
 class TokensChoice(BaseModel):
     """A choice of /inference/v1/generate; only the fields of a chat."""
 
@@ -488,6 +511,53 @@ class CompletionAnswer(Answer):
             "tokens": names,
             "top_logprobs": [{self._name(i): logprob for i, logprob in scored.items()} for scored in scores],
         }
+
+
+class TokensAnswer(CompletionAnswer):
+    """/inference/v1/generate: one prompt of token ids."""
+
+    def __init__(
+        self, body: TokensBody, model: SimModel, model_name: str, limits: Limits, adapter: Adapter | None = None
+    ) -> None:
+        super().__init__(body.completion, model, model_name, limits, adapter)
+        self._asked = body
+
+    @property
+    def id(self) -> str:
+        return f"generate-tokens-{self.body.request_id}"
+
+    def fill(self, first_prompt_number: int) -> None:
+        self.add_prompt(self.id, self._asked.token_ids, self.body.max_tokens, first_prompt_number)
+
+    def whole(self) -> Json:
+        [prompt], samples = self.prompts, self.samples
+        told = self._envelope("", [self._choice(sample, 0, read(prompt)) for sample in samples])
+        return told | {"usage": self.usage(), "prompt_logprobs": self._prompt_logprobs(samples[0])} | self._ids(prompt)
+
+    def chunk(self, sample: Sample, start: int, context: int) -> Json:
+        told = self._envelope("", [self._choice(sample, start, context)])
+        return told | (self._ids(sample.prompt) if start == 0 else {})
+
+    def _ids(self, prompt: list[int]) -> Json:
+        return {"prompt_token_ids": prompt} if self._asked.return_token_ids else {}
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        mode = self._asked.output_mode or "tokens"
+        told = {"request_id": self.id, "model": self.model_name, "created": self.created, "output_mode": mode}
+        return told | {"choices": choices}
+
+    def _choice(self, sample: Sample, start: int, context: int) -> Json:
+        choice = super()._choice(sample, start, context)
+        if self._asked.output_mode != "text":
+            del choice["text"]
+        return choice
+
+    def _logprobs(self, sample: Sample, start: int, tokens: list[int], scores: list[dict[int, float]]) -> Json:
+        content = []
+        for token_id, scored in zip(tokens, scores, strict=True):
+            tops = [{"token_id": i, "logprob": logprob, "rank": None} for i, logprob in scored.items()]
+            content.append({"token_id": token_id, "logprob": scored[token_id], "rank": None, "top_logprobs": tops})
+        return {"content": content}
 
 
 class ChatAnswer(Answer):

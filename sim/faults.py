@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
-_GENERATION = ("/v1/completions", "/v1/chat/completions")
+_GENERATION = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 _CONTROL = "/faults"
 _LOOK_S = 0.02  # how often a held request looks for the end of its fault
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -34,6 +34,8 @@ from sim.dialect import (
     Json,
     Limits,
     TokenId,
+    TokensAnswer,
+    TokensBody,
     chat_ids,
     derendered,
     rendered,
@@ -51,7 +53,7 @@ _MAX_BODY_BYTES = 1 << 30
 _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
 Body = TypeVar("Body", bound=BaseModel)
-ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody)
+ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, TokensBody, DerenderBody)
 
 
 class InitBody(BaseModel):
@@ -141,6 +143,7 @@ class SimServer:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.post("/inference/v1/generate", self.generate_tokens),
                 web.post("/v1/chat/completions/render", self.render),
                 web.post("/v1/chat/completions/derender", self.derender),
                 web.post("/tokenize", self.tokenize),
@@ -179,6 +182,11 @@ class SimServer:
         body = await self._read(request, ChatBody)
         adapter = self._adapter(body.model)
         return await self._reply(request, ChatAnswer(body, self._model, self._name, self._limits, adapter))
+
+    async def generate_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, TokensBody)
+        adapter = self._adapter(body.model)
+        return await self._reply(request, TokensAnswer(body, self._model, self._name, self._limits, adapter))
 
     async def render(self, request: web.Request) -> web.Response:
         return _json(rendered(await self._read(request, ChatBody), self._limits.max_model_len))

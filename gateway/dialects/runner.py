@@ -115,10 +115,6 @@ class Ask(ABC):
         """A reply or chunk with what its client has asked for, by the names that it knows."""
         return told
 
-    def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
-        """An engine's chunk in the words of the dialect. Raises one of `NO_JSON` where it cannot be read."""
-        return chunk
-
     def shows(self, choice: Json) -> bool:
         """True if the client sees this choice of a chunk."""
         return True
@@ -303,7 +299,6 @@ class Part:
         assert replica is not None
         for chunk in chunks:
             try:
-                chunk = self._ask.worded(chunk, replica, is_whole=self._is_whole)
                 self._reply.take(chunk, self.samples)
             except NO_JSON as error:
                 reason = f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}"

@@ -32,7 +32,10 @@ from tests.rigs.readers import client
 STORED = {"w": [4, 4], "b": [4]}
 """Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
 MAX_MODEL_LEN = 128
-CAPABILITIES = {"/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender"}
+CAPABILITIES = {
+    "/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender",
+    "/inference/v1/generate",
+}  # fmt: skip
 FAST_WATCH = {
     "discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 20.0, "lost_after_s": 0.5,
     "stalled_after_s": 600.0,  # tests stall engines

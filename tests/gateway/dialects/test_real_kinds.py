@@ -157,19 +157,10 @@ def test_logprobs_are_those_of_the_other_kind(real: real_vllm.RealFleet) -> None
         assert prompt_logprobs(one, prompt) == pytest.approx(prompt_logprobs(other, prompt), abs=1e-3)
 
 
-def test_sglang_takes_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> None:
-    """The judge is SGLang, which lacks the route: it is asked in words of completions."""
-    sampling = {"max_tokens": 6, "temperature": 0, "logprobs": 2, "ignore_eos": True}
-    body = {"model": "judge", "token_ids": PROMPTS[0], "sampling_params": sampling}
-    status, reply = real.call("/inference/v1/generate", body)
-    assert status == 200, reply
-    choice = reply["choices"][0]
-    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
-    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
-    chunks = real.stream("/inference/v1/generate", body)
-    streamed = [told for chunk in chunks for told in chunk["choices"]]
-    assert [token_id for told in streamed for token_id in told["token_ids"]] == choice["token_ids"]
-    assert streamed[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+def test_sglang_takes_no_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> None:
+    """The judge is SGLang, which lacks the route."""
+    status, reply = real.call("/inference/v1/generate", {"model": "judge", "token_ids": [5], "sampling_params": {}})
+    assert (status, "is served by vLLM" in reply["error"]["message"]) == (404, True)
 
 
 def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:

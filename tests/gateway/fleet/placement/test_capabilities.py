@@ -1,6 +1,7 @@
 """A rollout goes to replicas that can do what its request asks, however busy they are."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,10 @@ async def images() -> AsyncIterator[ImageServer]:
 
 
 async def joined(start_rig: StartRig, url: str) -> Rig:
-    """A simulated replica and the external server at `url`, of one model."""
+    """A simulated replica without the route, and the external server at `url`, of one model."""
     rig = await start_rig(1)
+    [ours] = rig.fleet.replicas
+    ours.info = replace(ours.info, capabilities=ours.info.capabilities - {TOKENS})
     rig.external = [
         await described(EngineConfig.model_validate({"kind": "external", "url": url}), "theirs-0", "engine")
     ]

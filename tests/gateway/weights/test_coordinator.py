@@ -245,6 +245,7 @@ async def test_a_group_that_lacks_a_replica_is_opened_again_by_a_trainer_that_na
     await rig.update()
     await rig.add_replica("engine-1")
     await rig.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
+    await until(lambda: "waits for the next update" in rig.fleet.replicas[-1].reason)
     status, reply = await rig.post("/start_weight_update", {"group": "127.0.0.1:1"})
     assert (status, "the group lacks replica engine-1" in reply["error"]["message"]) == (424, True)
     await rig.update()  # as TRL, which cannot open another

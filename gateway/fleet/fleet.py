@@ -284,7 +284,9 @@ class Fleet:
         has made a token."""
         if replica.can_serve and len(self.serving(replica.info.model)) > 1:
             replica.evidence.is_stalled = True
-            self.suspect(replica, f"its process {pid} is stopped (SIGSTOP); it serves again after SIGCONT")
+            self.set_state(
+                replica, ReplicaState.SUSPECT, f"its process {pid} is stopped (SIGSTOP); it serves again after SIGCONT"
+            )
             replica.drop_calls()
 
     async def metrics_pages(self) -> dict[Replica, str]:
@@ -421,10 +423,6 @@ class Fleet:
         for listener in self._listeners:
             listener()
 
-    def suspect(self, replica: Replica, reason: str) -> None:
-        """Stop placing on a replica until it answers a probe."""
-        self.set_state(replica, ReplicaState.SUSPECT, reason)
-
     def learn(self, label: str) -> None:
         """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
         began is no news."""
@@ -512,14 +510,14 @@ class Fleet:
                 replica.evidence.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
             quiet_s = replica.evidence.quiet_s
             if failure is not None and replica.load_samples and quiet_s > self.probes.moves_after_s(replica):
-                self.suspect(replica, str(failure))
+                self.set_state(replica, ReplicaState.SUSPECT, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
             if failure is None and replica.evidence.is_listed:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
                 self.settle(replica, "")
             elif failure is None or self.probes.is_evidence(replica, failure):
-                self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
+                self.set_state(replica, ReplicaState.SUSPECT, str(failure) if failure else "Serve no longer lists it")
             self._lose_if_over(replica, failure)
 
     def _lose_if_over(self, replica: Replica, failure: Failure | None) -> None:
@@ -542,7 +540,7 @@ class Fleet:
             return evidence.is_gone or isinstance(error, EngineGone)
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
-            self.suspect(replica, str(failure))
+            self.set_state(replica, ReplicaState.SUSPECT, str(failure))
             self._lose_if_over(replica, failure)
         return isinstance(failure, EngineGone)
 

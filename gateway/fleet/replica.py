@@ -134,13 +134,6 @@ class Flight:
         self.versions = [] if version is None else [version]
         self._kv = list(self.versions)
 
-    @classmethod
-    def of(cls, versions: list[int], kv_versions: list[int]) -> "Flight":
-        """Return a flight of a gateway before this one."""
-        flight = cls(versions[0] if versions else None)
-        flight.versions, flight._kv = versions, kv_versions
-        return flight
-
     def meet(self, version: int, *, keeps_kv: bool) -> None:
         """Note that the replica holds `version` from here on, and kept the request's KV or computes it again."""
         self.versions.append(version)

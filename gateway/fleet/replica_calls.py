@@ -47,7 +47,7 @@ async def on_living(replicas: Sequence[Replica], call: Callable[[Replica], Await
 
     async def on_it(replica: Replica) -> list[T]:
         try:
-            return await on_all([replica], call, timeout_s)
+            return [await on_one(replica, call, timeout_s)]
         except WeightUpdateFailed:
             if not await is_dead(replica):
                 raise
@@ -76,13 +76,10 @@ async def failures_on(
 
 async def try_on_all(
     replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[object]], timeout_s: float, what: str
-) -> list[Replica]:
-    """Make the call and log failures as `what`: a probe or the canary finds a replica that failed. Return those that
-    have answered."""
-    failed = await failures_on(replicas, call, timeout_s)
-    for replica, error in failed.items():
+) -> None:
+    """Make the call and log failures as `what`: a probe or the canary finds a replica that failed."""
+    for replica, error in (await failures_on(replicas, call, timeout_s)).items():
         log.warning(what, replica=replica.replica_id, error=str(error))
-    return [replica for replica in replicas if replica not in failed]
 
 
 def names(replicas: Sequence[Replica]) -> str:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -105,8 +106,9 @@ class Canary:
         the same time, and a replica that answers late is unverified instead of failed.
         """
         findings, readings = await self._read_all(replicas, version)
-        if busy:
-            findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
+        for replica, finding in findings.items():
+            if busy and finding.is_late:
+                findings[replica] = replace(finding, result=Result.UNVERIFIED)
         given = Reading(version, tuple(trainers)) if trainers is not None else None
         for peers in self._peers(list(readings)):
             judged = partial(

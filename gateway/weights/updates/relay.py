@@ -42,7 +42,7 @@ class RelayArrival(StoreArrival):
         members = await self.loaders()
         draft = await parts.snapshots.claim(parts.fleet.settled_version, checkpoint_bytes(members))
         try:
-            await parts.forget_group()
+            await parts.note_group(is_over=True)
             await self.relay.begin(draft, members[0].info)
         except BaseException:
             await parts.snapshots.discard(draft)

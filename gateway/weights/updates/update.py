@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
@@ -56,17 +55,11 @@ class UpdateParts:
     """The record of the group that a trainer has opened last, by which the next gateway goes on with it. `place` is its
     listener, as ADDRESS:PORT."""
 
-    async def note_group(self) -> None:
-        """Keep the record in the store: no update is open."""
-        await self._note_group(self.group)
-
-    async def forget_group(self) -> None:
-        """Keep no record: the group is over, or ends with the gateway in the middle of an update."""
-        await self._note_group({})
-
-    async def _note_group(self, record: Json) -> None:
+    async def note_group(self, *, is_over: bool = False) -> None:
+        """Keep the record in the store while no update is open; none where the group is over, or would end with the
+        gateway in the middle of an update."""
         try:
-            await self.snapshots.note(GROUP, record)
+            await self.snapshots.note(GROUP, {} if is_over else self.group)
         except StoreFailed as error:  # only a restarted gateway reads it
             log.warning("not noted: the transfer group", error=str(error))
 
@@ -91,26 +84,27 @@ class UpdateParts:
             await self.canary.remember(replicas)
 
 
-class Arrival(Protocol):
-    """The way by which the tensors of an update arrive, and get from there onto a replica."""
+class Arrival:
+    """The way by which the tensors of an update arrive, and get from there onto a replica: its part of each step, which
+    is nothing where it defines none."""
 
     async def close(self, update: "Update") -> None:
         """Check that all tensors are here and right, and name the replicas that take them: `update.members`."""
 
-    async def prepare(self, update: "Update") -> None:
-        """Have its members read the version ahead while they serve."""
-
     async def load(self, update: "Update", replica: Replica) -> None:
         """Have a stopped replica load the version, and label it as not committed."""
-
-    async def keep_copy(self, update: "Update", replicas: Sequence[Replica]) -> None:
-        """Have the copy of the tensors for the store finished, if one of these makes it: the update is committed."""
 
     async def after_commit(self, update: "Update") -> None:
         """Keep the version for replicas that come later."""
 
+    async def prepare(self, update: "Update") -> None:
+        """Have its members read the version ahead while they serve."""
+
+    async def keep_copy(self, update: "Update", replicas: Sequence[Replica]) -> None:
+        """Have the copy of the tensors for the store finished, if one of these makes it: the update is committed."""
+
     async def dropped(self, update: "Update") -> None:
-        """Remove what an aborted update has left."""
+        """Remove what an aborted update has left. Engines drop what they have received by themselves."""
 
 
 class Update:

@@ -236,7 +236,9 @@ class Fleet:
             while True:
                 self._news.clear()
                 await self.look()
-                self._check_watchers()
+                for watcher in self._watchers.values():
+                    if watcher.done():
+                        watcher.result()  # raises: its replica would never be found lost
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), self._config.discover_interval_s)
         finally:
@@ -245,12 +247,6 @@ class Fleet:
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
-
-    def _check_watchers(self) -> None:
-        """Raise the error of a watch that failed: its replica would never be found lost."""
-        for watcher in self._watchers.values():
-            if watcher.done():
-                watcher.result()
 
     async def look(self) -> None:
         """One round of discovery."""
@@ -269,7 +265,8 @@ class Fleet:
             if info is not None and info.stopped:
                 self._stopped(replica, info.stopped)
         self.arrivals.forget_all_but(listed)
-        new = [info for info in infos if not self._is_known(info) and not info.stopped]
+        known = {replica.replica_id: replica.info.incarnation for replica in self.replicas}
+        new = [info for info in infos if known.get(info.replica_id) != info.incarnation and not info.stopped]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
         if joined:
             self._agree(joined, is_open=is_open)
@@ -484,10 +481,6 @@ class Fleet:
                 f"and the fleet is at version {self.version}"
             )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
-
-    def _is_known(self, info: ReplicaInfo) -> bool:
-        known = self._replicas.get(info.replica_id)
-        return known is not None and known.info.incarnation == info.incarnation
 
     async def _welcome(self, info: ReplicaInfo) -> Replica | None:
         """The replica that joins; None where it is refused, or does not answer yet."""

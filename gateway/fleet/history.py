@@ -3,8 +3,9 @@
 import itertools
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engines.engine import Json
 from engines.types import ReplicaState
@@ -32,6 +33,14 @@ class Events:
         return sorted(itertools.chain(*self._kept.values()), key=lambda event: event["at"])
 
 
+class Watched(Protocol):
+    """The part of the fleet that a timeline sees."""
+
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+    def on_change(self, listener: Callable[[], None]) -> None: ...
+
+
 @dataclass(slots=True)
 class _Run:
     """One replica in one state with one version, from `begun` on."""
@@ -42,18 +51,18 @@ class _Run:
 
 
 class Timeline:
-    """States and weight versions of each of the fleet's `replicas`, by its label, as runs without a gap. `now` is the
-    time of day."""
+    """States and weight versions of each replica, by its label, as runs without a gap. `now` is the time of day."""
 
-    def __init__(self, replicas: Callable[[], Iterable[Replica]], now: Callable[[], float] = time.time) -> None:
-        self._replicas = replicas
+    def __init__(self, fleet: Watched, now: Callable[[], float] = time.time) -> None:
+        self._fleet = fleet
         self._now = now
         self._runs: defaultdict[str, deque[_Run]] = defaultdict(deque)
+        fleet.on_change(self.look)
 
     def look(self) -> None:
         """Note the replicas as they are; a label without a replica ends its run."""
         now = self._now()
-        there = {one.label: (one.replica_id, one.state, one.weight_version) for one in self._replicas()}
+        there = {one.label: (one.replica_id, one.state, one.weight_version) for one in self._fleet.replicas}
         for label in [*self._runs.keys() | there.keys()]:
             runs, what = self._runs[label], there.get(label)
             if runs and runs[-1].ended is None and runs[-1].what != what:

@@ -123,14 +123,13 @@ class Prompts:
 
 
 class Flight:
-    """One request on one replica. `began` is the replica's version when the request was sent; None in an update.
+    """One request on one replica, whose version is None where it is sent in an update.
 
     `Replica.hold` reports each version that the replica takes meanwhile. `versions` has all of them, oldest first. Any
     of them may have made any token: a token may arrive long after it was made.
     """
 
     def __init__(self, version: int | None) -> None:
-        self.began = version
         self.versions = [] if version is None else [version]
         self._kv = list(self.versions)
 

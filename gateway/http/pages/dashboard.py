@@ -55,8 +55,7 @@ class Dashboard:
         self._weights = weights
         self._metrics = metrics
         self._status = status
-        self._timeline = Timeline(lambda: fleet.replicas)
-        fleet.on_change(self._timeline.look)
+        self._timeline = Timeline(fleet)
         self._page = files(__package__).joinpath("dashboard.html").read_bytes()
         self._began = time.time()
         self._watched_at = -_WATCHED_FOR_S

@@ -153,11 +153,8 @@ class UpdateLog:
         text += f": {update.error}" if update.error else ""
         self._events.add(f"version {update.version}", text, is_routine=not update.error)
         self._metrics.weight_updates.labels(report["end"]).inc()
-        self._metrics.weight_update_bytes.inc(update.num_bytes)
         for step, seconds in (*update.seconds.items(), ("whole", update.age_s)):
             self._metrics.weight_update_seconds.labels(step).observe(seconds)
-        for replica in update.replicas.values():
-            self._metrics.canaries.labels((replica.get("canary") or {}).get("result", "not asked")).inc()
         write = log.info if not update.error else log.error
         del report["phase"], report["started"]
         write("weight update", **report)

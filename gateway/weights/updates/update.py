@@ -200,22 +200,16 @@ class Update:
     async def _verify(self, canary_logprobs: Sequence[float] | None) -> None:
         """Find out by the canary which weights the members hold."""
         self.record.phase = Phase.VERIFYING
+        replicas, canary = self._remaining, self._parts.canary
+        found: Mapping[Replica, Finding] = dict.fromkeys(replicas, UNASKED)
         with self.record.timed("canary"):
-            for replica, finding in (await self._canary(self._remaining, canary_logprobs)).items():
-                self._find(replica, finding)
+            if canary.is_enabled and replicas:
+                async with self._parts.pauses.answering(replicas):
+                    busy = any(not replica.idle.is_set() for replica in replicas)
+                    found = await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
+        for replica, finding in found.items():
+            self._find(replica, finding)
         self._check()
-
-    async def _canary(
-        self, replicas: Sequence[Replica], canary_logprobs: Sequence[float] | None
-    ) -> Mapping[Replica, Finding]:
-        canary = self._parts.canary
-        if not canary.is_enabled:
-            return dict.fromkeys(replicas, UNASKED)
-        if not replicas:
-            return {}
-        async with self._parts.pauses.answering(replicas):
-            busy = any(not replica.idle.is_set() for replica in replicas)
-            return await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
 
     async def _commit(self) -> None:
         """Serve the version on the replicas that passed. The first label is the commit: a restarted gateway reads it.

@@ -45,7 +45,7 @@ async def test_the_timeline_has_the_states_of_a_weight_update(rig: Rig) -> None:
 
 async def test_a_lost_replica_ends_its_run_and_is_forgotten_after_ten_minutes(rig: Rig) -> None:
     now = 0.0
-    timeline = Timeline(lambda: rig.fleet.replicas, now=lambda: now)
+    timeline = Timeline(rig.fleet, now=lambda: now)
     timeline.look()
     await rig.replicas.pop(0).kill()
     await rig.until({"engine-1": "SERVING"})

@@ -1,16 +1,14 @@
-"""Calls on replicas: one on many at once, each bounded, each failure with its replica; the end of their rollouts."""
+"""Calls on replicas: one on many at once, each bounded, each failure with its replica."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, WeightUpdateFailed
-from engines.types import PauseMode, ReplicaState
-from gateway.fleet.brake import Holder
-from gateway.fleet.concurrency import is_set_within, together
+from engines.types import ReplicaState
+from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
@@ -18,9 +16,6 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _HEALTH_TIMEOUT_S = 10.0
-_CUT_OFF_AGAIN_S = 0.2
-_CUT_OFF_GRACE_S = 5.0
-_GIVEN_UP_S = 1.0
 
 
 async def on_one(replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
@@ -95,27 +90,3 @@ async def is_dead(replica: Replica) -> bool:
     except (EngineError, DeadlineExceeded):
         return True
     return False
-
-
-async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
-    """End all rollouts of the replica with the tokens they have; they go on elsewhere. The caller bounds this.
-
-    A request that was on its way when the engine stopped waits there unread. Another pause ends it; where the engine
-    does not read it even then, it is dropped after some seconds and retried elsewhere.
-    """
-    replica.cuts_off = True
-    try:
-        grace_ends = time.monotonic() + _CUT_OFF_GRACE_S
-        while True:
-            await replica.brake.stop(by, PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
-            if await is_set_within(replica.idle, _CUT_OFF_AGAIN_S):
-                return
-            if time.monotonic() > grace_ends:
-                replica.drop_calls()
-    finally:
-        try:
-            if not replica.idle.is_set():  # it was given up: what the engine has ended is no reply of a client's abort
-                replica.drop_calls(rollouts_alone=True)
-                await is_set_within(replica.idle, _GIVEN_UP_S)
-        finally:
-            replica.cuts_off = False

@@ -42,7 +42,7 @@ class Phase(StrEnum):
 class UpdateRecord:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
+    `seconds` are by step (drain, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
     label); the rest of `age_s` is the trainer's time between its calls.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its
     outcome by replica id. `draft` is the folder that its tensors are written to for the weight store. `unstaged` says

@@ -18,7 +18,7 @@ import structlog
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
 from engines.store.weight_store import GROUP
-from engines.types import InFlight, ReplicaState
+from engines.types import ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.concurrency import bounded, to_its_end, together
@@ -162,7 +162,7 @@ class Update:
         if pauses.drains(record):
             with record.timed("drain"):
                 await self._on_each(pauses.drained)
-        with record.timed("abort" if record.in_flight is InFlight.ABORT else "load"):
+        with record.timed("load"):
             await self._on_each(lambda one: on_one(one, stop, config.control_timeout_s))
         for replica in self._remaining:
             if replica.state in _GONE:

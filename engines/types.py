@@ -63,8 +63,11 @@ class InFlight(StrEnum):
 
     KEEP = "keep"  # freeze them during the update; they resume with KV of the older weights
     RECOMPUTE = "recompute"  # the same, but the new weights recompute the KV
-    ABORT = "abort"  # end them now; they resume from their tokens with new weights, on any replica
     DRAIN = "drain"  # let them finish first
+
+    @classmethod
+    def _missing_(cls, value: object) -> "InFlight | None":
+        return cls.RECOMPUTE if value == "abort" else None  # that ended them, to read prompt and tokens again as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,8 @@ class WeightsConfig(Section):
     canary: CanaryConfig = CanaryConfig()
     in_flight: InFlight = InFlight.KEEP
     """What happens to running rollouts during an update, if it names nothing else and generation is not paused: `keep`
-    freezes them while engines are overwritten, `recompute` freezes them and computes their KV again, `abort` ends them
-    at once and any replica resumes them from their tokens, `drain` waits for their end first."""
+    freezes them while engines are overwritten, `recompute`, or `abort`, freezes them and computes their KV again,
+    `drain` waits for their end first."""
 
     store: AutoPlace = "auto"
     """Folder that keeps the served weight version, for replicas that lose theirs; null keeps none, auto is a folder in

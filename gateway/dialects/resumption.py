@@ -1,6 +1,6 @@
 """What a break does to a completion, by the fields of its request: the table in docs/design/rollouts.md.
 
-A break is a death, a standstill or the cut of a weight update. The completion then continues on any replica from its
+A break is a death or a standstill. The completion then continues on any replica from its
 tokens, which are read as the end of the prompt, or it restarts from the prompt.
 """
 

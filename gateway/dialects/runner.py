@@ -30,7 +30,6 @@ from gateway.fleet.replica import Replica
 
 DEFAULT_MAX_TOKENS = 1024
 """Load of a sample that names no limit; an engine would let it fill the context."""
-_CANNOT_CONTINUE = "the reply was cut off and cannot continue"
 _FULL = "length"
 _NO_ADAPTER = nullcontext()
 _SHORT_TOKENS = 64  # two coarse chunks
@@ -303,9 +302,6 @@ class Part:
             except NO_JSON as error:
                 reason = f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}"
                 raise EngineFailed(reason, replica_id=replica.replica_id) from error
-            if replica.cuts_off and (self._show is None or self._continues):
-                for choice in chunk.choices:
-                    self.samples[choice.index].cut()
             if self._show is not None:
                 self._pass_on(chunk, replica, self._show)
         if self._reply.heard is not None:
@@ -321,12 +317,8 @@ class Part:
             told["prompt_token_ids"] = chunk.prompt_token_ids
         if self._held is not None:
             self._held.append(told)
-            if not any(map(_has_content, chunk.choices)):
-                ended = [choice for choice in chunk.choices if self.samples[choice.index].reason]
-                if replica.cuts_off and any(choice.finish_reason == ABORT for choice in ended):
-                    raise self._refused(_CANNOT_CONTINUE)
-                if not ended:
-                    return
+            if not any(_has_content(choice) or self.samples[choice.index].reason for choice in chunk.choices):
+                return
         held, self._held = self._held or [told], None
         for told in held:
             seen = list(filter(self._ask.shows, told["choices"]))
@@ -349,9 +341,9 @@ class Part:
             if scores and "text_offset" in scores:  # those of token ids have no place in the text
                 offsets = [sample.kept.num_characters + offset for offset in opened(scores["text_offset"])]
                 told["logprobs"] = scores | {"text_offset": offsets}
-        if sample.reason is not None or sample.is_cut:
+        if sample.reason is not None:
             sample.stamp()
-            told |= {"finish_reason": None, "stop_reason": None} if sample.is_cut else sample.marks()
+            told |= sample.marks()
         return told
 
     @property
@@ -375,27 +367,14 @@ class Part:
                 continue
             if self._is_whole and not sample.has_come:
                 found = sum(one.has_come for one in self.samples)
-                raise self._refused(f"it answered with {found} choices, and {len(self.samples)} were asked for")
-            if replica.cuts_off:
-                sample.is_cut = True
-            elif sample.num_new:
+                reason = f"it answered with {found} choices, and {len(self.samples)} were asked for"
+                self._drop()
+                raise EngineFailed(reason, replica_id=replica.replica_id)
+            if sample.num_new:
                 reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
                 raise EngineFailed(reason, replica_id=replica.replica_id)
-            else:
-                aborted.append(sample)
-        if not replica.cuts_off:
-            return aborted
-        # vLLM ends a conversation so after the first tool call, also where more calls were to follow.
-        is_half_called = self._show is None and any(sample.reason == "tool_calls" for sample in self.samples)
-        if is_half_called or (any(sample.is_cut for sample in self.samples) and not self._may_continue):
-            raise self._refused(_CANNOT_CONTINUE)
+            aborted.append(sample)
         return aborted
-
-    def _refused(self, reason: str) -> EngineFailed:
-        """The error of a reply that is refused for its content, of which nothing is kept."""
-        assert self._replica is not None
-        self._drop()
-        return EngineFailed(reason, replica_id=self._replica.replica_id)
 
     def kept(self, error: EngineError) -> bool:
         """True if no attempt follows the one that failed: its samples have ended, or continue elsewhere."""

@@ -66,8 +66,6 @@ class Sample:
     """None where nobody makes it, or what was made counts no more."""
     reason: str | None = None
     """How it ended; None while it is open."""
-    is_cut = False
-    """True once its replica has ended it, and it continues elsewhere."""
     is_resumed = False
     inexact: Sequence[str] = ()
     """The fields with which its rest is not as it would have been, once it is resumed."""
@@ -191,11 +189,6 @@ class Sample:
             self.spans[-1]["end"] = self.num_made
         self.reason, self._end = (end or {}).get("finish_reason"), end
 
-    def cut(self) -> None:
-        """Take an end by an update as one that continues."""
-        if self.reason == ABORT:
-            self.reason, self.is_cut = None, True
-
     def tells(self, fields: Sequence[str]) -> bool:
         """True if its last choice has one of these fields."""
         last = self.last
@@ -229,7 +222,7 @@ class Sample:
             self.num_voids += 1
         self.num_made, self.num_characters, self.num_unscored = kept.num_made, kept.num_characters, kept.num_unscored
         self.spans, self.kv_versions = kept.spans, kept.kv_versions
-        self.source, self.reason, self.is_cut, self.num_read = None, None, False, math.inf
+        self.source, self.reason, self.num_read = None, None, math.inf
         self._report, self._last, self._end = (), None, None
 
     def settle(self) -> None:

@@ -44,7 +44,7 @@ class AdapterCoordinator:
         self._one_at_a_time = asyncio.Lock()
         self._changing = ""
         self._busy: WeakKeyDictionary[Replica, asyncio.Lock] = WeakKeyDictionary()
-        self._catching_up: dict[Replica, asyncio.Task[None]] = {}
+        self._catching_up: WeakKeyDictionary[Replica, asyncio.Task[None]] = WeakKeyDictionary()
         self._look_again = asyncio.Event()
         fleet.on_change(self._look_again.set)
 
@@ -93,10 +93,11 @@ class AdapterCoordinator:
             while True:
                 self._look_again.clear()
                 for replica in self._fleet.trained_alive:
-                    if replica not in self._catching_up and (
-                        self._left_over(replica) or self._fleet.missing_adapters(replica)
-                    ):
-                        self._begin_to_catch_up(replica)
+                    before = self._catching_up.get(replica)
+                    needs_it = self._left_over(replica) or self._fleet.missing_adapters(replica)
+                    if needs_it and (before is None or before.done()):
+                        task = asyncio.create_task(self._catch_up(replica), name=f"adapters of {replica.replica_id}")
+                        self._catching_up[replica] = task
                 await is_set_within(self._look_again, _LOOK_EVERY_S)
         finally:
             tasks = list(self._catching_up.values())
@@ -133,19 +134,10 @@ class AdapterCoordinator:
             await self._on_all(holders, lambda replica: self._take(replica, adapter.name), "unload")
         finally:
             self._changing = ""
-            self._settle_those_that_lacked_it()
+            for replica in self._fleet.trained_alive:
+                if replica.state is ReplicaState.SYNCING:  # it could not load the adapter, which is wanted no longer
+                    self._fleet.settle(replica, "holds all LoRA adapters")
         log.info("adapter unloaded", adapter=adapter.name)
-
-    def _settle_those_that_lacked_it(self) -> None:
-        """A replica that could not load an adapter serves when the adapter is no longer wanted."""
-        for replica in self._fleet.trained_alive:
-            if replica.state is ReplicaState.SYNCING:
-                self._fleet.settle(replica, "holds all LoRA adapters")
-
-    def _begin_to_catch_up(self, replica: Replica) -> None:
-        task = asyncio.create_task(self._catch_up(replica), name=f"adapters of {replica.replica_id}")
-        self._catching_up[replica] = task
-        task.add_done_callback(lambda _: self._catching_up.pop(replica, None))
 
     async def _catch_up(self, replica: Replica) -> None:
         """Load and unload one replica's adapters as needed. A failure is shown in the replica's reason and retried."""

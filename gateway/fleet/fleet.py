@@ -236,7 +236,9 @@ class Fleet:
             while True:
                 self._news.clear()
                 await self.look()
-                self._check_watchers()
+                for watcher in self._watchers.values():
+                    if watcher.done():
+                        watcher.result()  # raises: its replica would never be found lost
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), self._config.discover_interval_s)
         finally:
@@ -245,12 +247,6 @@ class Fleet:
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
-
-    def _check_watchers(self) -> None:
-        """Raise the error of a watch that failed: its replica would never be found lost."""
-        for watcher in self._watchers.values():
-            if watcher.done():
-                watcher.result()
 
     async def look(self) -> None:
         """One round of discovery."""
@@ -269,7 +265,8 @@ class Fleet:
             if info is not None and info.stopped:
                 self._stopped(replica, info.stopped)
         self.arrivals.forget_all_but(listed)
-        new = [info for info in infos if not self._is_known(info) and not info.stopped]
+        known = {replica.replica_id: replica.info.incarnation for replica in self.replicas}
+        new = [info for info in infos if known.get(info.replica_id) != info.incarnation and not info.stopped]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
         if joined:
             self._agree(joined, is_open=is_open)
@@ -284,7 +281,9 @@ class Fleet:
         has made a token."""
         if replica.can_serve and len(self.serving(replica.info.model)) > 1:
             replica.evidence.is_stalled = True
-            self.suspect(replica, f"its process {pid} is stopped (SIGSTOP); it serves again after SIGCONT")
+            self.set_state(
+                replica, ReplicaState.SUSPECT, f"its process {pid} is stopped (SIGSTOP); it serves again after SIGCONT"
+            )
             replica.drop_calls()
 
     async def metrics_pages(self) -> dict[Replica, str]:
@@ -421,10 +420,6 @@ class Fleet:
         for listener in self._listeners:
             listener()
 
-    def suspect(self, replica: Replica, reason: str) -> None:
-        """Stop placing on a replica until it answers a probe."""
-        self.set_state(replica, ReplicaState.SUSPECT, reason)
-
     def learn(self, label: str) -> None:
         """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
         began is no news."""
@@ -487,10 +482,6 @@ class Fleet:
             )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
 
-    def _is_known(self, info: ReplicaInfo) -> bool:
-        known = self._replicas.get(info.replica_id)
-        return known is not None and known.info.incarnation == info.incarnation
-
     async def _welcome(self, info: ReplicaInfo) -> Replica | None:
         """The replica that joins; None where it is refused, or does not answer yet."""
         before = self._replicas.get(info.replica_id)
@@ -512,14 +503,14 @@ class Fleet:
                 replica.evidence.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
             quiet_s = replica.evidence.quiet_s
             if failure is not None and replica.load_samples and quiet_s > self.probes.moves_after_s(replica):
-                self.suspect(replica, str(failure))
+                self.set_state(replica, ReplicaState.SUSPECT, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
             if failure is None and replica.evidence.is_listed:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
                 self.settle(replica, "")
             elif failure is None or self.probes.is_evidence(replica, failure):
-                self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
+                self.set_state(replica, ReplicaState.SUSPECT, str(failure) if failure else "Serve no longer lists it")
             self._lose_if_over(replica, failure)
 
     def _lose_if_over(self, replica: Replica, failure: Failure | None) -> None:
@@ -542,7 +533,7 @@ class Fleet:
             return evidence.is_gone or isinstance(error, EngineGone)
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
-            self.suspect(replica, str(failure))
+            self.set_state(replica, ReplicaState.SUSPECT, str(failure))
             self._lose_if_over(replica, failure)
         return isinstance(failure, EngineGone)
 

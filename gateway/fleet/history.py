@@ -2,12 +2,13 @@
 
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engines.engine import Json
+from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 
 KEPT_EVENTS = 100
@@ -45,13 +46,8 @@ class _Run:
     """One replica in one state with one version, from `begun` on."""
 
     begun: float
-    replica_id: str
-    state: str
-    version: int | None
+    what: tuple[str, ReplicaState, int | None]
     ended: float | None = None
-
-    def is_of(self, replica_id: str, state: str, version: int | None) -> bool:
-        return (self.replica_id, self.state, self.version) == (replica_id, state, version)
 
 
 class Timeline:
@@ -60,36 +56,28 @@ class Timeline:
     def __init__(self, fleet: Watched, now: Callable[[], float] = time.time) -> None:
         self._fleet = fleet
         self._now = now
-        self._runs: dict[str, deque[_Run]] = {}
+        self._runs: defaultdict[str, deque[_Run]] = defaultdict(deque)
         fleet.on_change(self.look)
 
     def look(self) -> None:
         """Note the replicas as they are; a label without a replica ends its run."""
-        now, there = self._now(), {replica.label: replica for replica in self._fleet.replicas}
-        for label, runs in self._runs.items():
-            if label not in there and runs and runs[-1].ended is None:
+        now = self._now()
+        there = {one.label: (one.replica_id, one.state, one.weight_version) for one in self._fleet.replicas}
+        for label in [*self._runs.keys() | there.keys()]:
+            runs, what = self._runs[label], there.get(label)
+            if runs and runs[-1].ended is None and runs[-1].what != what:
                 runs[-1].ended = now
-        for label, replica in there.items():
-            runs = self._runs.setdefault(label, deque())
-            last = runs[-1] if runs else None
-            if last is not None and last.ended is None:
-                if last.is_of(replica.replica_id, replica.state, replica.weight_version):
-                    continue
-                last.ended = now
-            runs.append(_Run(now, replica.replica_id, replica.state, replica.weight_version))
-        self._forget(now - KEPT_S)
+            if what is not None and (not runs or runs[-1].ended is not None):
+                runs.append(_Run(now, what))
+            while runs and runs[0].ended is not None and runs[0].ended < now - KEPT_S:
+                runs.popleft()
+            if not runs:
+                del self._runs[label]
 
     def report(self) -> list[Json]:
         """Return the runs by label. A run that goes on has no end."""
         self.look()
         return [
-            {"replica": label, "runs": [[run.begun, run.ended, run.state, run.version] for run in runs]}
+            {"replica": label, "runs": [[run.begun, run.ended, *run.what[1:]] for run in runs]}
             for label, runs in sorted(self._runs.items())
         ]
-
-    def _forget(self, before: float) -> None:
-        for label, runs in list(self._runs.items()):
-            while runs and runs[0].ended is not None and runs[0].ended < before:
-                runs.popleft()
-            if not runs:
-                del self._runs[label]

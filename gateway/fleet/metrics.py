@@ -93,8 +93,6 @@ class Metrics:
         self.weight_version = gauge("weight_version", "The policy's weight version.")
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])
-        self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
-        self.canaries = counter("canaries", "Replicas checked after an update, by result.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
         self.replica_weight_version = gauge(
             "replica_weight_version", "Weight version that a replica holds; -1 where it is unknown.", ["replica"]

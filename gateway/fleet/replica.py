@@ -123,23 +123,15 @@ class Prompts:
 
 
 class Flight:
-    """One request on one replica. `began` is the replica's version when the request was sent; None in an update.
+    """One request on one replica, whose version is None where it is sent in an update.
 
     `Replica.hold` reports each version that the replica takes meanwhile. `versions` has all of them, oldest first. Any
     of them may have made any token: a token may arrive long after it was made.
     """
 
     def __init__(self, version: int | None) -> None:
-        self.began = version
         self.versions = [] if version is None else [version]
         self._kv = list(self.versions)
-
-    @classmethod
-    def of(cls, versions: list[int], kv_versions: list[int]) -> "Flight":
-        """Return a flight of a gateway before this one."""
-        flight = cls(versions[0] if versions else None)
-        flight.versions, flight._kv = versions, kv_versions
-        return flight
 
     def meet(self, version: int, *, keeps_kv: bool) -> None:
         """Note that the replica holds `version` from here on, and kept the request's KV or computes it again."""
@@ -162,9 +154,8 @@ class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
     `found` is what its engine's label told when it joined. `adapters` has the adapters of its engine by name; None
-    marks an adapter that may be there and must not be used. `cuts_off` is True while an update ends all rollouts in
-    flight. `evidence` has the signs of its life. `rank` orders replicas by their tokens in flight, equal
-    ones by the samples that were placed on them.
+    marks an adapter that may be there and must not be used. `evidence` has the signs of its life.
+    `rank` orders replicas by their tokens in flight, equal ones by the samples that were placed on them.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -180,7 +171,6 @@ class Replica:
         self.weight_version: int | None = None
         self.found = WeightLabel()
         self.adapters: dict[str, Adapter | None] = {}
-        self.cuts_off = False
         self.load_tokens = 0
         self.load_samples = 0
         self.max_samples = _OVERCOMMIT * info.max_num_seqs
@@ -311,9 +301,8 @@ class Replica:
         return True
 
     def is_cut_off(self, error: EngineError) -> bool:
-        """Return True where an update has ended an attempt with the error: it ends all rollouts, or the engine was lost
-        as it was overwritten. SGLang dies of weights with NaN."""
-        return self.cuts_off or (self.weight_version is None and isinstance(error, EngineUnreachable))
+        """Return True where the engine was lost as an update overwrote it. SGLang dies of weights with NaN."""
+        return self.weight_version is None and isinstance(error, EngineUnreachable)
 
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""

@@ -1,16 +1,14 @@
-"""Calls on replicas: one on many at once, each bounded, each failure with its replica; the end of their rollouts."""
+"""Calls on replicas: one on many at once, each bounded, each failure with its replica."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, WeightUpdateFailed
-from engines.types import PauseMode, ReplicaState
-from gateway.fleet.brake import Holder
-from gateway.fleet.concurrency import is_set_within, together
+from engines.types import ReplicaState
+from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
@@ -18,9 +16,6 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _HEALTH_TIMEOUT_S = 10.0
-_CUT_OFF_AGAIN_S = 0.2
-_CUT_OFF_GRACE_S = 5.0
-_GIVEN_UP_S = 1.0
 
 
 async def on_one(replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
@@ -47,7 +42,7 @@ async def on_living(replicas: Sequence[Replica], call: Callable[[Replica], Await
 
     async def on_it(replica: Replica) -> list[T]:
         try:
-            return await on_all([replica], call, timeout_s)
+            return [await on_one(replica, call, timeout_s)]
         except WeightUpdateFailed:
             if not await is_dead(replica):
                 raise
@@ -76,13 +71,10 @@ async def failures_on(
 
 async def try_on_all(
     replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[object]], timeout_s: float, what: str
-) -> list[Replica]:
-    """Make the call and log failures as `what`: a probe or the canary finds a replica that failed. Return those that
-    have answered."""
-    failed = await failures_on(replicas, call, timeout_s)
-    for replica, error in failed.items():
+) -> None:
+    """Make the call and log failures as `what`: a probe or the canary finds a replica that failed."""
+    for replica, error in (await failures_on(replicas, call, timeout_s)).items():
         log.warning(what, replica=replica.replica_id, error=str(error))
-    return [replica for replica in replicas if replica not in failed]
 
 
 def names(replicas: Sequence[Replica]) -> str:
@@ -98,27 +90,3 @@ async def is_dead(replica: Replica) -> bool:
     except (EngineError, DeadlineExceeded):
         return True
     return False
-
-
-async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
-    """End all rollouts of the replica with the tokens they have; they go on elsewhere. The caller bounds this.
-
-    A request that was on its way when the engine stopped waits there unread. Another pause ends it; where the engine
-    does not read it even then, it is dropped after some seconds and retried elsewhere.
-    """
-    replica.cuts_off = True
-    try:
-        grace_ends = time.monotonic() + _CUT_OFF_GRACE_S
-        while True:
-            await replica.brake.stop(by, PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
-            if await is_set_within(replica.idle, _CUT_OFF_AGAIN_S):
-                return
-            if time.monotonic() > grace_ends:
-                replica.drop_calls()
-    finally:
-        try:
-            if not replica.idle.is_set():  # it was given up: what the engine has ended is no reply of a client's abort
-                replica.drop_calls(rollouts_alone=True)
-                await is_set_within(replica.idle, _GIVEN_UP_S)
-        finally:
-            replica.cuts_off = False

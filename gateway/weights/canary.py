@@ -10,8 +10,10 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -90,7 +92,7 @@ class Canary:
 
     async def remember(self, replicas: Sequence[Replica]) -> None:
         """Read the log-probs before an update, for comparison after it."""
-        unknown = [r for r in replicas if r.weight_version is not None and self._known(r) is None]
+        unknown = [r for r in replicas if r.weight_version is not None and not self._has_read(r, r.weight_version)]
         findings, readings = await self._read_all(unknown)
         self._accepted.update(readings)
         for replica, finding in findings.items():
@@ -105,10 +107,14 @@ class Canary:
         the same time, and a replica that answers late is unverified instead of failed.
         """
         findings, readings = await self._read_all(replicas, version)
-        if busy:
-            findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
+        for replica, finding in findings.items():
+            if busy and finding.is_late:
+                findings[replica] = replace(finding, result=Result.UNVERIFIED)
         given = Reading(version, tuple(trainers)) if trainers is not None else None
-        for peers in self._peers(list(readings)):
+        kinds: defaultdict[_Kind, list[Replica]] = defaultdict(list)
+        for replica in readings:
+            kinds[self._kind(replica)].append(replica)
+        for peers in kinds.values():
             judged = partial(
                 judge,
                 {one: readings[one] for one in peers},
@@ -135,9 +141,12 @@ class Canary:
         findings, readings = await self._read_all([replica], version)
         if findings:
             return findings[replica]
-        before = self._accepted.get(replica)
-        has_read_it = before is not None and before.version == version
-        others = self._accepted_at(version, replica, without=[replica])
+        before, has_read_it = self._accepted.get(replica), self._has_read(replica, version)
+        others = {
+            other: reading
+            for other, reading in self._accepted.items()
+            if other is not replica and reading.version == version and self._kind(other) == self._kind(replica)
+        }
         previous = {} if before is None or has_read_it else {replica: before}
         judged = partial(judge, readings, previous=previous, elsewhere=list(others.values()))
         witnesses = [other for other in others if other.weight_version == version]  # others are on their way too
@@ -180,24 +189,10 @@ class Canary:
                     scored.append(logprobs)
         return max(distance(scored[0], one) for one in scored) if scored else None
 
-    def _known(self, replica: Replica) -> Reading | None:
-        """Return the accepted reading of the weights that a replica holds, if there is one."""
+    def _has_read(self, replica: Replica, version: int) -> bool:
+        """Return True where the accepted reading of a replica is of this version."""
         reading = self._accepted.get(replica)
-        return reading if reading is not None and reading.version == replica.weight_version else None
-
-    def _accepted_at(self, version: int, one: Replica, *, without: Collection[Replica]) -> dict[Replica, Reading]:
-        """Return accepted readings at this version, of replicas of one kind."""
-        return {
-            replica: reading
-            for replica, reading in self._accepted.items()
-            if replica not in without and reading.version == version and self._kind(replica) == self._kind(one)
-        }
-
-    def _peers(self, replicas: Sequence[Replica]) -> list[list[Replica]]:
-        kinds: dict[_Kind, list[Replica]] = {}
-        for replica in replicas:
-            kinds.setdefault(self._kind(replica), []).append(replica)
-        return list(kinds.values())
+        return reading is not None and reading.version == version
 
     def _kind(self, replica: Replica) -> _Kind:
         """Return a key shared by replicas of the same engine, release and shape: their log-probs must be equal."""

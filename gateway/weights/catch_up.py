@@ -6,7 +6,7 @@ store, or from the checkpoint for version 0. It is no member of an update.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from weakref import WeakSet
@@ -90,7 +90,7 @@ class CatchUp:
 
     async def settled(self, members: Iterable[Replica], timeout_s: float) -> None:
         """Returns when none of these replicas is being brought back; `DeadlineExceeded` names those that still are."""
-        await self._wait([self._tasks[one] for one in members if one in self._tasks], timeout_s, asyncio.ALL_COMPLETED)
+        await self._wait(members, timeout_s)
         if late := [replica for replica in members if replica in self._tasks]:
             raise self._late(late)
 
@@ -99,18 +99,16 @@ class CatchUp:
 
         Waits for those that served until an update was aborted, or for any where all are busy.
         """
-        restored = [self._tasks[replica] for replica in replicas if replica in self._restored & self._tasks.keys()]
-        await self._wait(restored, timeout_s, asyncio.ALL_COMPLETED)
-        if replicas and all(replica in self._tasks for replica in replicas):
-            tasks = [self._tasks[replica] for replica in replicas]
-            await self._wait(tasks, timeout_s, asyncio.FIRST_COMPLETED)
+        await self._wait(self._restored.intersection(replicas), timeout_s)
+        if all(replica in self._tasks for replica in replicas):
+            await self._wait(replicas, timeout_s, asyncio.FIRST_COMPLETED)
         available = [replica for replica in replicas if replica not in self._tasks]
         if replicas and not available:
             raise self._late(replicas)
         return available
 
-    async def _wait(self, tasks: Collection[asyncio.Task[None]], timeout_s: float, until: str) -> None:
-        if tasks:
+    async def _wait(self, replicas: Iterable[Replica], timeout_s: float, until: str = asyncio.ALL_COMPLETED) -> None:
+        if tasks := [self._tasks[replica] for replica in replicas if replica in self._tasks]:
             await asyncio.wait(tasks, timeout=timeout_s, return_when=until)
 
     def _late(self, replicas: Iterable[Replica]) -> DeadlineExceeded:

@@ -94,9 +94,10 @@ class WeightCoordinator:
         """Open a trainer's group. An update and a group that an earlier trainer left open end first."""
         async with self._exclusively("init_weight_transfer_engine"):
             self._parts.group = {}
-            await self._abort("a trainer opened a new transfer group")
+            if self._parts.open is not None:
+                await self._parts.open.abort("a trainer opened a new transfer group")
             await self._by_group.leave()
-            await self._parts.forget_group()
+            await self._parts.note_group(is_over=True)
             await self._fleet.settled_within(self._config.control_timeout_s)
             why = await self._why_flat()
             if why:
@@ -194,7 +195,7 @@ class WeightCoordinator:
         async with self._exclusively("v1/weight_updates"):
             self._check_group(group)
             if self._parts.open is not None:
-                await self._abort(reason)
+                await self._parts.open.abort(reason)
                 await self._by_group.leave()
 
     async def restore(self) -> None:
@@ -220,10 +221,6 @@ class WeightCoordinator:
     def _way(self) -> GroupArrival | RelayArrival:
         """The way by which tensors arrive in the trainer's group."""
         return self._by_relay if self._relay.is_open else self._by_group
-
-    async def _abort(self, reason: str) -> None:
-        if self._parts.open is not None:
-            await self._parts.open.abort(reason)
 
     async def _watch_update(self) -> None:
         while True:

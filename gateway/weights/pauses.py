@@ -17,7 +17,7 @@ from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import cut_off, names, on_living
+from gateway.fleet.replica_calls import names, on_living
 from gateway.weights.updates.record import UpdateRecord
 
 
@@ -96,14 +96,10 @@ class Pauses:
             update.frozen_at = time.monotonic()
 
         async def hold(replica: Replica) -> None:
-            is_drained = in_flight is InFlight.DRAIN and replica.idle.is_set()
-            if is_drained:
-                return
-            if in_flight is InFlight.ABORT:
-                await cut_off(replica, by=Holder.UPDATE, timeout_s=timeout_s)
-            else:  # with `drain` those that a trainer's pause had held, and its end let go on
-                clears = in_flight is not InFlight.KEEP
-                await replica.brake.stop(Holder.UPDATE, PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
+            if in_flight is InFlight.DRAIN and replica.idle.is_set():
+                return  # else there are rollouts that a trainer's pause had held, and its end let go on
+            clears = in_flight is not InFlight.KEEP
+            await replica.brake.stop(Holder.UPDATE, PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
 
         return hold
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest, WeightUpdateConflict
-from engines.types import OLDEST, Dialect, ReplicaInfo, ReplicaState
+from engines.types import OLDEST, Dialect, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
 from gateway.weights.updates.record import itemsize
@@ -70,16 +70,14 @@ def check_take_packed(members: Sequence[Replica], init_info: Json) -> None:
     is_packed = init_info.get("packed", True)
     for replica in of_sglang:
         if not (is_packed and replica.info.takes_packed):
-            why = _why_unpacked(replica.info) if is_packed else "takes no broadcasts of single tensors (packed: false)"
+            reload = replica.info.reload_reason
+            why = f"leaves updates to SGLang: {reload}" if reload else "runs without our plugin"
+            why = why if is_packed else "takes no broadcasts of single tensors (packed: false)"
             raise WeightUpdateConflict(
                 f"replica {replica.replica_id} of SGLang cannot be in a transfer group, as it {why}: send packed "
                 "chunks to engines that this gateway starts, let the relay receive for all (weights.relay: always; "
                 "weights.relay_device where the trainer sends over NCCL), or push through the store"
             )
-
-
-def _why_unpacked(info: ReplicaInfo) -> str:
-    return f"leaves updates to SGLang: {info.reload_reason}" if info.reload_reason else "runs without our plugin"
 
 
 def check_reachable(members: Sequence[Replica], init_info: Json) -> None:

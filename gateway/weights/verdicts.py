@@ -6,7 +6,7 @@ noise, and between a replica and itself before the update more than that.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
@@ -65,15 +65,6 @@ class Finding:
     def may_serve(self) -> bool:
         return self.result not in (Result.FAILED, Result.LOST)
 
-    @property
-    def is_far(self) -> bool:
-        """True where its log-probs are farther from its peers' than noise explains."""
-        return self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
-
-    def excused_if_late(self) -> "Finding":
-        """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
-        return replace(self, result=Result.UNVERIFIED) if self.is_late else self
-
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""
         names = ("to_peers", "to_previous", "tolerance", "noise", "seconds")
@@ -108,17 +99,11 @@ def judge(
     findings = {}
     for key, reading in readings.items():
         before = previous.get(key)
-        finding = Finding(
-            Result.VERIFIED,
-            to_peers=_to_peers(reading, centre, [*elsewhere, *(readings[other] for other in readings if other != key)]),
-            to_previous=reading.apart(before) if before is not None else None,
-            tolerance=tolerance,
-            noise=noise,
-            seconds=reading.seconds,
-        )
+        to_peers = _to_peers(reading, centre, [*elsewhere, *(readings[other] for other in readings if other != key)])
+        to_previous = reading.apart(before) if before is not None else None
         move = _Move.of(reading, before, trainers, trainers_before, _STILL * noise)
-        fault = _fault(finding, move, agreed=centre is not None)
-        findings[key] = replace(finding, result=Result.FAILED, reason=fault) if fault else _passed(finding, move)
+        result, reason = _outcome(to_peers, to_previous, move, noise, agreed=centre is not None)
+        findings[key] = Finding(result, reason, to_peers, to_previous, tolerance, noise, reading.seconds)
     return findings
 
 
@@ -129,32 +114,28 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
-    """Return the reason why a replica that moved holds other weights than it should; empty where it does not."""
+def _outcome(
+    to_peers: float | None, to_previous: float | None, move: "_Move | None", noise: float, *, agreed: bool
+) -> tuple[Result, str]:
+    """Return the result for one replica, and its reason. `agreed` where most of its peers agree."""
+    tolerance = _NOISES * noise
     if move is not None and move.apart > move.tolerance:
-        return (
+        return Result.FAILED, (
             f"its canary did not move as the trainer's log-probs did: {move.apart:.3g} nats a token apart, tolerance "
             f"{move.tolerance:.3g}"
         )
-    if finding.is_far and (agreed or move is None):
+    if to_peers is not None and to_peers > tolerance and (agreed or move is None):
         centre = "its peers'" if agreed else "the nearest other, and no two of most replicas agree"
-        return (
-            f"its canary is {_said(finding.to_peers)} nats a token from {centre}, tolerance "
-            f"{_said(finding.tolerance)}, noise {_said(finding.noise)}; "
-            f"from the previous version it is {_said(finding.to_previous)}"
+        before = "unknown" if to_previous is None else f"{to_previous:.3g}"
+        return Result.FAILED, (
+            f"its canary is {to_peers:.3g} nats a token from {centre}, tolerance {tolerance:.3g}, noise {noise:.3g}; "
+            f"from the previous version it is {before}"
         )
-    return ""
-
-
-def _passed(finding: Finding, move: "_Move | None") -> Finding:
-    assert finding.noise is not None
-    if finding.to_previous is not None and finding.to_previous <= _STILL * finding.noise:
-        reason = f"the update moved log-probs by no more than noise, {finding.noise:.3g}"
-        return replace(finding, result=Result.UNCHANGED, reason=reason)
-    if finding.to_peers is None and move is None:
-        reason = "there is no other replica of its kind to compare it with"
-        return replace(finding, result=Result.NO_PEER, reason=reason)
-    return finding
+    if to_previous is not None and to_previous <= _STILL * noise:
+        return Result.UNCHANGED, f"the update moved log-probs by no more than noise, {noise:.3g}"
+    if to_peers is None and move is None:
+        return Result.NO_PEER, "there is no other replica of its kind to compare it with"
+    return Result.VERIFIED, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +183,3 @@ def _to_peers(own: Reading, centre: Reading | None, others: Sequence[Reading]) -
     if centre is not None and centre is not own:
         return own.apart(centre)
     return min(own.apart(other) for other in others)
-
-
-def _said(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g}"

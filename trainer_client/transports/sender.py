@@ -74,8 +74,8 @@ class WeightSender:
             An iterator is read at most 1 GiB ahead and must give each tensor its own memory. Tensors that are not
             pushed are unchanged; over a group, tensors that vLLM fuses must be pushed together.
         canary_logprobs: the trainer's log-probs of the client's `canary_token_ids`, without the first.
-        in_flight: rollouts in flight are frozen ("keep"), frozen and their KV recomputed ("recompute"), ended and
-            resumed from their tokens ("abort"), or awaited ("drain"); default: the gateway's.
+        in_flight: rollouts in flight are frozen ("keep"), frozen and their KV recomputed ("recompute", also named
+            "abort"), or awaited ("drain"); default: the gateway's.
 
         One process of a trainer pushes. Ranks of a sharded model gather its tensors, and one pushes them.
 
@@ -84,7 +84,7 @@ class WeightSender:
         replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before stays served, and
         a push may be retried.
         """
-        if in_flight is not None and in_flight not in list(InFlight):
+        if in_flight is not None and in_flight not in (*InFlight, "abort"):
             raise ConfigError(f"in_flight = {in_flight!r} must be one of {', '.join(InFlight)}")
         terms = {"version": version, "in_flight": in_flight}
         canary = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}

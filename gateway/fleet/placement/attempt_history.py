@@ -72,7 +72,7 @@ class AttemptHistory:
         if replica is not None:
             attempt["weight_versions"].append(replica.weight_version)
         if error is None:
-            attempt["end"] = End.CUT_OFF if replica is not None and replica.cuts_off else End.ANSWERED
+            attempt["end"] = End.ANSWERED
             return
         cuts_off = replica is not None and isinstance(error, EngineError) and replica.is_cut_off(error)
         attempt["end"] = end = end_of(error, cuts_off=cuts_off)

@@ -92,18 +92,16 @@ class Attempts(Struct):
 
 
 def end_of(error: BaseException, *, cuts_off: bool) -> End:
-    """How an attempt ended that raised `error`; `cuts_off` if an update ends what the replica runs."""
+    """How an attempt ended that raised `error`; `cuts_off` if an update is at fault."""
     match error:
         case DeadlineExceeded():
             return End.EXPIRED
         case asyncio.CancelledError() | GeneratorExit():
             return End.LEFT
-        case EngineOverwritten():
-            return End.CUT_OFF
+    if cuts_off or isinstance(error, EngineOverwritten):
+        return End.CUT_OFF
     is_refused = isinstance(error, EngineRefused)
     status = error.status if isinstance(error, EngineRefused) else 0
-    if cuts_off and not (is_refused and status < 500 and status != _BUSY):
-        return End.CUT_OFF
     if status == _BUSY or (isinstance(error, EngineError) and error.retry_after_s is not None):
         return End.BUSY
     return End.REFUSED if is_refused and status not in _REPLICAS_FAULT else End.FAILED

@@ -83,16 +83,15 @@ def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
     The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's fields come last.
     """
     xargs, metadata = body.get("vllm_xargs"), body.get("metadata")
-    named: list[tuple[str, Any]] = [
-        ("session_id", body.get("session_id")),
-        *zip(_HEADERS, map(headers.get, _HEADERS), strict=True),
-    ]
-    if isinstance(xargs, dict):
-        named.append(("vllm_xargs.session_id", xargs.get("session_id")))
-    named += zip(_OPENAI_FIELDS, map(body.get, _OPENAI_FIELDS), strict=True)
-    if isinstance(metadata, dict):  # Claude Code writes its session's id into this text
-        named.append(("metadata.user_id", metadata.get("user_id")))
-    for name, value in named:
+    named = {
+        "session_id": body.get("session_id"),
+        **dict(zip(_HEADERS, map(headers.get, _HEADERS), strict=True)),
+        "vllm_xargs.session_id": xargs.get("session_id") if isinstance(xargs, dict) else None,
+        **dict(zip(_OPENAI_FIELDS, map(body.get, _OPENAI_FIELDS), strict=True)),
+        # Claude Code writes its session's id into this text.
+        "metadata.user_id": metadata.get("user_id") if isinstance(metadata, dict) else None,
+    }
+    for name, value in named.items():
         if value in (None, ""):
             continue
         if not isinstance(value, str):

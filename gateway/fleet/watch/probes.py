@@ -68,10 +68,8 @@ class Probes:
         A closed port is enough for our own engines: a successor takes another port. An external server may come back.
         """
         has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
-        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.evidence.is_listed)
-
-    def _is_overdue(self, replica: Replica) -> bool:
         since = replica.evidence.suspect_since
         if since is not None and replica.evidence.is_stalled:
             since = max(since, replica.evidence.answered_at)  # a stalled engine that answers its probes may recover
-        return since is not None and time.monotonic() - since > self._config.lost_after_s
+        is_overdue = since is not None and time.monotonic() - since > self._config.lost_after_s
+        return has_ended or is_overdue or (failure is not None and not replica.evidence.is_listed)

@@ -1,6 +1,7 @@
 """Updates over a transfer group of the trainer and all engines' workers."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
@@ -12,7 +13,6 @@ from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
-from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
     check_reachable,
@@ -23,12 +23,12 @@ from gateway.weights.transfer_group import (
     transport_of,
 )
 from gateway.weights.updates.record import Phase, UpdateRecord, num_bytes
-from gateway.weights.updates.update import Update, UpdateParts, living, reason_of
+from gateway.weights.updates.update import Arrival, Update, UpdateParts, living, reason_of
 
 log = structlog.get_logger()
 
 
-class GroupArrival:
+class GroupArrival(Arrival):
     """Handles the calls of a trainer whose group has all replicas. A member's death breaks it."""
 
     def __init__(self, parts: UpdateParts) -> None:
@@ -120,11 +120,8 @@ class GroupArrival:
             received = await on_all(
                 group.members, lambda replica: replica.engine.close_receipt(self._timeout_s), self._timeout_s
             )
-            check_receipts(dict(zip(group.members, received, strict=True)))
+            _check_receipts(dict(zip(group.members, received, strict=True)))
         self._digests = next(filter(None, received), {})
-
-    async def prepare(self, update: Update) -> None:
-        """Nothing: the tensors are there."""
 
     async def load(self, update: Update, replica: Replica) -> None:
         """End the update on a replica: by the swap where it is staged."""
@@ -149,14 +146,11 @@ class GroupArrival:
         else:
             self._parts.snapshots.keep(update.record.draft, update.record.label, scribe, self._digests)
 
-    async def dropped(self, update: Update) -> None:
-        """Nothing: engines drop what they have received."""
-
     async def leave(self) -> None:
         """Leave the group, if any, which ends a trainer's broadcast."""
         group, self._group = self._group, None
         if group is not None:
-            await self._parts.forget_group()
+            await self._parts.note_group(is_over=True)
             timeout_s = self._timeout_s
             await try_on_all(
                 group.members, lambda one: one.engine.close_weight_group(timeout_s), timeout_s, "stays in its group"
@@ -198,7 +192,7 @@ class GroupArrival:
         except BaseException as error:
             self._group = None
             await update.abort(reason_of(error), leaving=group.members)
-            await self._parts.forget_group()
+            await self._parts.note_group(is_over=True)
             raise
 
     async def _checked(self, update_info: Json, group: TransferGroup) -> Json:
@@ -222,7 +216,7 @@ class GroupArrival:
         """Prepare receipts on every engine, and the copy into the store on the scribe. Then, unless it is staged, start
         the update on the engines, which are frozen for that."""
         parts, record, timeout_s = self._parts, update.record, self._timeout_s
-        await parts.forget_group()
+        await parts.note_group(is_over=True)
         if record.staged and size > checkpoint_bytes(group.members):  # such as in float32
             record.unstaged = await self._why_unstaged(group, size)
             if record.unstaged:
@@ -275,3 +269,28 @@ class GroupArrival:
         fits = await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s)
         full = ", ".join(one.replica_id for one, has_room in zip(members, fits, strict=True) if not has_room)
         return f"no room for {size / 1e9:.1f} GB beside the weights of {full}" if full else ""
+
+
+def _check_receipts(received: Mapping[Replica, Mapping[str, str]]) -> None:
+    """Compare the digests by tensor of the bytes that replicas received, before any of them commits. Raise
+    `WeightUpdateFailed` with the tensor, and the replica that received other bytes than most.
+
+    Devices have different kinds of digest; replicas are compared within a kind. An engine without digests has none.
+    """
+    kinds = {replica: next(iter(digests.values()), "").partition(":")[0] for replica, digests in received.items()}
+    for kind in {*kinds.values()} - {""}:
+        peers = {replica: digests for replica, digests in received.items() if kinds[replica] == kind}
+        pairs = [set(digests.items()) for digests in peers.values()]
+        differing = set().union(*pairs) - pairs[0].intersection(*pairs)
+        if not differing:
+            continue
+        name = min(name for name, _ in differing)
+        digest = {replica: digests.get(name, "nothing") for replica, digests in peers.items()}
+        (most, count), (_, next_count) = Counter(digest.values()).most_common(2)
+        odd = [replica for replica in digest if digest[replica] != most] if count > next_count else list(digest)
+        told = " and ".join(f"{replica.replica_id} ({digest[replica]})" for replica in odd)
+        finding = f"replica {told} received other bytes than its peers" if count > next_count else f"{told} differ"
+        raise WeightUpdateFailed(
+            f"tensor {name!r} arrived with different bytes: {finding}; the update is not served, send it again",
+            replica_id=odd[0].replica_id,
+        )

@@ -42,7 +42,7 @@ class Phase(StrEnum):
 class UpdateRecord:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
+    `seconds` are by step (drain, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
     label); the rest of `age_s` is the trainer's time between its calls.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its
     outcome by replica id. `draft` is the folder that its tensors are written to for the weight store. `unstaged` says
@@ -153,11 +153,8 @@ class UpdateLog:
         text += f": {update.error}" if update.error else ""
         self._events.add(f"version {update.version}", text, is_routine=not update.error)
         self._metrics.weight_updates.labels(report["end"]).inc()
-        self._metrics.weight_update_bytes.inc(update.num_bytes)
         for step, seconds in (*update.seconds.items(), ("whole", update.age_s)):
             self._metrics.weight_update_seconds.labels(step).observe(seconds)
-        for replica in update.replicas.values():
-            self._metrics.canaries.labels((replica.get("canary") or {}).get("result", "not asked")).inc()
         write = log.info if not update.error else log.error
         del report["phase"], report["started"]
         write("weight update", **report)

@@ -42,7 +42,7 @@ class RelayArrival(StoreArrival):
         members = await self.loaders()
         draft = await parts.snapshots.claim(parts.fleet.settled_version, checkpoint_bytes(members))
         try:
-            await parts.forget_group()
+            await parts.note_group(is_over=True)
             await self.relay.begin(draft, members[0].info)
         except BaseException:
             await parts.snapshots.discard(draft)
@@ -58,7 +58,10 @@ class RelayArrival(StoreArrival):
         except RolloutGatewayError as error:
             if self._parts.open is not None:
                 await self._parts.open.abort(str(error))
-            await self._let_go(update_info)
+            try:  # the refused trainer may already be in its broadcast
+                await self.relay.receive(update_info)
+            except RolloutGatewayError as lost:
+                log.warning("the relay has ended, which frees the refused trainer", error=str(lost))
             raise
         async with update.or_aborted():
             with update.record.timed("transfer"):
@@ -82,7 +85,11 @@ class RelayArrival(StoreArrival):
         await self._parts.note_group()
 
     async def dropped(self, update: Update) -> None:
-        await self._drop()
+        if self.relay.is_open:
+            try:
+                await self.relay.drop()  # it writes the draft
+            except RolloutGatewayError as error:
+                log.warning("the relay has ended", error=str(error))
         await super().dropped(update)
         if self.relay.is_open:
             await self._parts.note_group()
@@ -95,19 +102,3 @@ class RelayArrival(StoreArrival):
         for replica in members:
             check_tensors(update_info, replica.info, "update_info")
         return update_info
-
-    async def _let_go(self, update_info: Json) -> None:
-        """Receive from a trainer whose announcement was refused: it may already be in its broadcast."""
-        try:
-            await self.relay.receive(update_info)
-        except RolloutGatewayError as error:
-            log.warning("the relay has ended, which frees the refused trainer", error=str(error))
-
-    async def _drop(self) -> None:
-        """Stop the relay from writing the draft of an aborted update."""
-        if not self.relay.is_open:
-            return
-        try:
-            await self.relay.drop()
-        except RolloutGatewayError as error:
-            log.warning("the relay has ended", error=str(error))

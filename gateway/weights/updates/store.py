@@ -9,10 +9,10 @@ from engines.types import InFlight
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, try_on_all
 from gateway.weights.updates.record import UpdateRecord
-from gateway.weights.updates.update import Update, UpdateParts
+from gateway.weights.updates.update import Arrival, Update, UpdateParts
 
 
-class StoreArrival:
+class StoreArrival(Arrival):
     """Has the fleet load a draft that a trainer, or the relay, has written."""
 
     def __init__(self, parts: UpdateParts) -> None:
@@ -80,9 +80,6 @@ class StoreArrival:
         timeout_s = self._parts.config.load_timeout_s
         await replica.engine.load_snapshot(update.folder, update.record.version, timeout_s)
         await replica.engine.label_weights(update.record.label, timeout_s, is_committed=False)
-
-    async def keep_copy(self, update: Update, replicas: Sequence[Replica]) -> None:
-        """Nothing: the version is in the store."""
 
     async def after_commit(self, update: Update) -> None:
         await self._parts.snapshots.settle(update.record.version)

@@ -12,14 +12,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
 from engines.store.weight_store import GROUP
-from engines.types import InFlight, ReplicaState
+from engines.types import ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.concurrency import bounded, to_its_end, together
@@ -56,17 +55,11 @@ class UpdateParts:
     """The record of the group that a trainer has opened last, by which the next gateway goes on with it. `place` is its
     listener, as ADDRESS:PORT."""
 
-    async def note_group(self) -> None:
-        """Keep the record in the store: no update is open."""
-        await self._note_group(self.group)
-
-    async def forget_group(self) -> None:
-        """Keep no record: the group is over, or ends with the gateway in the middle of an update."""
-        await self._note_group({})
-
-    async def _note_group(self, record: Json) -> None:
+    async def note_group(self, *, is_over: bool = False) -> None:
+        """Keep the record in the store while no update is open; none where the group is over, or would end with the
+        gateway in the middle of an update."""
         try:
-            await self.snapshots.note(GROUP, record)
+            await self.snapshots.note(GROUP, {} if is_over else self.group)
         except StoreFailed as error:  # only a restarted gateway reads it
             log.warning("not noted: the transfer group", error=str(error))
 
@@ -91,26 +84,27 @@ class UpdateParts:
             await self.canary.remember(replicas)
 
 
-class Arrival(Protocol):
-    """The way by which the tensors of an update arrive, and get from there onto a replica."""
+class Arrival:
+    """The way by which the tensors of an update arrive, and get from there onto a replica: its part of each step, which
+    is nothing where it defines none."""
 
     async def close(self, update: "Update") -> None:
         """Check that all tensors are here and right, and name the replicas that take them: `update.members`."""
 
-    async def prepare(self, update: "Update") -> None:
-        """Have its members read the version ahead while they serve."""
-
     async def load(self, update: "Update", replica: Replica) -> None:
         """Have a stopped replica load the version, and label it as not committed."""
-
-    async def keep_copy(self, update: "Update", replicas: Sequence[Replica]) -> None:
-        """Have the copy of the tensors for the store finished, if one of these makes it: the update is committed."""
 
     async def after_commit(self, update: "Update") -> None:
         """Keep the version for replicas that come later."""
 
+    async def prepare(self, update: "Update") -> None:
+        """Have its members read the version ahead while they serve."""
+
+    async def keep_copy(self, update: "Update", replicas: Sequence[Replica]) -> None:
+        """Have the copy of the tensors for the store finished, if one of these makes it: the update is committed."""
+
     async def dropped(self, update: "Update") -> None:
-        """Remove what an aborted update has left."""
+        """Remove what an aborted update has left. Engines drop what they have received by themselves."""
 
 
 class Update:
@@ -168,7 +162,7 @@ class Update:
         if pauses.drains(record):
             with record.timed("drain"):
                 await self._on_each(pauses.drained)
-        with record.timed("abort" if record.in_flight is InFlight.ABORT else "load"):
+        with record.timed("load"):
             await self._on_each(lambda one: on_one(one, stop, config.control_timeout_s))
         for replica in self._remaining:
             if replica.state in _GONE:
@@ -206,22 +200,16 @@ class Update:
     async def _verify(self, canary_logprobs: Sequence[float] | None) -> None:
         """Find out by the canary which weights the members hold."""
         self.record.phase = Phase.VERIFYING
+        replicas, canary = self._remaining, self._parts.canary
+        found: Mapping[Replica, Finding] = dict.fromkeys(replicas, UNASKED)
         with self.record.timed("canary"):
-            for replica, finding in (await self._canary(self._remaining, canary_logprobs)).items():
-                self._find(replica, finding)
+            if canary.is_enabled and replicas:
+                async with self._parts.pauses.answering(replicas):
+                    busy = any(not replica.idle.is_set() for replica in replicas)
+                    found = await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
+        for replica, finding in found.items():
+            self._find(replica, finding)
         self._check()
-
-    async def _canary(
-        self, replicas: Sequence[Replica], canary_logprobs: Sequence[float] | None
-    ) -> Mapping[Replica, Finding]:
-        canary = self._parts.canary
-        if not canary.is_enabled:
-            return dict.fromkeys(replicas, UNASKED)
-        if not replicas:
-            return {}
-        async with self._parts.pauses.answering(replicas):
-            busy = any(not replica.idle.is_set() for replica in replicas)
-            return await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
 
     async def _commit(self) -> None:
         """Serve the version on the replicas that passed. The first label is the commit: a restarted gateway reads it.

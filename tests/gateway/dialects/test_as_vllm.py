@@ -43,15 +43,14 @@ WITHOUT_LIMIT = {key: value for key, value in COMPLETION.items() if key != "max_
 
 @pytest.mark.parametrize("limit", LIMITLESS)
 @pytest.mark.parametrize("is_cut_off", [False, True])
-async def test_a_completion_without_max_tokens_has_vllms_16_after_an_update_too(
+async def test_a_completion_without_max_tokens_has_vllms_16_after_a_death_too(
     start_rig: StartRig, limit: Json, *, is_cut_off: bool
 ) -> None:
-    rig = await start_rig(2, weights={"in_flight": "abort"})
-    await rig.open_group()
+    rig = await start_rig(2)
     task = asyncio.create_task(rig.post("/v1/completions", WITHOUT_LIMIT | limit))
     if is_cut_off:
         await rig.begun()
-        await rig.update()
+        await rig.kill_loaded()
         rig.hurry()
     status, reply = await task
     assert (status, reply["usage"]["completion_tokens"]) == (200, 16)

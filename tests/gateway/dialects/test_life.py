@@ -42,14 +42,13 @@ PROMPT = [7, 8, 9]
 FIRST = 1000  # the first token of sample i is FIRST + i, so that samples differ
 MAX_ATTEMPTS = 3
 KEY = "a key"
-ENDS = ("breaks", "unfinished", "stops", "dies", "fails", "busy", "cut off", "cut off and breaks", "refuses")
+ENDS = ("breaks", "unfinished", "stops", "dies", "fails", "busy", "refuses")
 
 
 @dataclass(frozen=True)
 class Ending:
     """How an attempt ends that does not deliver, and after how many tokens of each sample; "unfinished" is a break
-    between the last token and the end, "stops" the end of a stream, as a whole one ends. An update cuts off; a
-    connection may break after it."""
+    between the last token and the end, "stops" the end of a stream, as a whole one ends."""
 
     end: str
     after: int
@@ -95,7 +94,6 @@ class PlayedEngine:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._running = 0  # samples
         self.replica: Replica
 
     async def close(self) -> None:
@@ -119,17 +117,6 @@ class PlayedEngine:
             yield [orjson.dumps(chunk)]
 
     async def _chunks(self, body: Json) -> AsyncGenerator[Json]:
-        self._running += body.get("n", 1)
-        try:
-            while self.replica.cuts_off and self.replica.load_samples > self._running:
-                await asyncio.sleep(0)  # an update ends when the gateway has the ends of all that it cut off
-            self.replica.cuts_off = False
-            async for chunk in self._attempt(body):
-                yield chunk
-        finally:
-            self._running -= body.get("n", 1)
-
-    async def _attempt(self, body: Json) -> AsyncGenerator[Json]:
         ending, n = self._world.next_ending(), body.get("n", 1)
         if ending is not None and (error := self._early(ending)):
             raise error
@@ -151,12 +138,6 @@ class PlayedEngine:
         assert ending is not None
         if ending.end == "stops" and made:
             return
-        if ending.end.startswith("cut off"):
-            self.replica.cuts_off = True
-            for index in range(n):
-                yield {"choices": [_choice(index, read, (), made == 0, False) | {"finish_reason": "abort"}]}
-            if ending.end == "cut off":
-                return
         raise EngineUnreachable(DIED if ending.end == "dies" else "the connection broke")
 
     def _early(self, ending: Ending) -> EngineError | None:
@@ -275,7 +256,7 @@ def test_what_is_delivered_is_what_would_have_been_without_the_ends(
         assert sum(one.end == "dies" for one in script) >= 2
         return
     if isinstance(told, EngineError):  # only the bound of attempts in a row without a new token ends it
-        assert sum(one.end not in ("busy", "cut off") for one in script) >= MAX_ATTEMPTS
+        assert sum(one.end != "busy" for one in script) >= MAX_ATTEMPTS
         assert "gateway.max_attempts" in str(told)
         return
     assert isinstance(told, dict)

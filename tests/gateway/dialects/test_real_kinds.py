@@ -184,23 +184,23 @@ def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real:
     assert greedy(real, model="judge") == judged
 
 
-def test_what_an_update_cuts_off_goes_on_whichever_kind_made_its_beginning(real: real_vllm.RealFleet) -> None:
+def test_what_a_death_cuts_off_goes_on_at_the_other_kind(real: real_vllm.RealFleet) -> None:
     model = checkpoint()
     with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
         served = sender.push(model)
-        asked = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
-        # An SGLang that stands still ends nothing: its samples are cut off where they happen to be, or have ended.
-        vllm = replace(real, replicas=[replica for replica in real.replicas if replica.group == "vllm"])
-        with ThreadPoolExecutor(1) as pool:
-            with real_vllm.gathered(vllm, len(PROMPTS) // 2):
-                running = pool.submit(complete, real, **asked)
-            with real_vllm.standing_amid(vllm):
-                assert sender.push(model, in_flight="abort") == served + 1
-            choices = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
-    spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in choices]
-    print(spans)
-    assert sum(len(told) == 2 and told[0][0] == served for told in spans) >= 4, "at least those of vLLM"
+    asked = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
+    (index,) = (place for place, replica in enumerate(real.replicas) if replica.group == "vllm")
+    vllm = replace(real, replicas=[real.replicas[index]])
+    with ThreadPoolExecutor(1) as pool:
+        with real_vllm.gathered(vllm, len(PROMPTS) // 2):
+            running = pool.submit(complete, real, **asked)
+        with real_vllm.standing_amid(vllm):
+            real.kill(index)
+        choices = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+    real.restart(index)
+    real.until_serving()
     for prompt, choice in zip(PROMPTS, choices, strict=True):
+        assert choice["weight_versions"] == [{"version": served, "start": 0, "end": LONG}]
         assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG)
         assert len(choice["logprobs"]["token_logprobs"]) == LONG
         assert is_greedy(model, prompt, choice["token_ids"][:16])

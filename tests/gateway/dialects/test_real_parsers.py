@@ -1,7 +1,4 @@
-"""Conversations under vLLM's own parsers (CPU) that an update with `in_flight: abort` cuts off: told as if it had not.
-
-The weights pushed are those that the engines have, so what the greedy run says is known.
-"""
+"""Conversations under vLLM's own parsers (CPU) whose engine is killed: told as if it had lived."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +8,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("vllm")
-
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.material import tool_model
 from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, standing_amid
-from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
 
@@ -56,18 +48,8 @@ def parsed(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     extra = {"reasoning_parser": "qwen3", "tool_call_parser": request.param, "enable_auto_tool_choice": True}
     messages = [{"role": "user", "content": PARSERS[request.param]}]
     question = {"model": str(model), "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 400}
-    with fleet(model, tmp_path_factory.mktemp("logs"), 1, {"extra": extra, "stream_interval": 4}) as running:
-        push(running, weights_of(model))  # a canary before it, which an engine that stands still would not answer
+    with fleet(model, tmp_path_factory.mktemp("logs"), 2, {"extra": extra, "stream_interval": 4}) as running:
         yield Parsed(running, question)
-
-
-def weights_of(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-
-def push(real: RealFleet, weights: Any) -> None:
-    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
-        sender.push(weights, in_flight="abort")
 
 
 def whole(real: RealFleet, body: Json) -> Json:
@@ -76,19 +58,18 @@ def whole(real: RealFleet, body: Json) -> Json:
     return dict(reply)
 
 
-def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -> Json:
-    """The reply to a request that an update has cut off when it had made so many tokens. It changes nothing else."""
-    weights = weights_of(model)
-    version = real.call("/status")[1]["weight_version"]
+def cut_off(real: RealFleet, ask: Callable[[], Json], after: int) -> Json:
+    """The reply to a request whose engine is killed when it has made so many tokens. Another starts after it."""
     with ThreadPoolExecutor(1) as pool:
         with gathered(real, 1, after):
             running = pool.submit(ask)
         with standing_amid(real):
-            push(real, weights)
+            busy = next(one["replica_id"] for one in real.call("/status")[1]["replicas"] if one["samples_in_flight"])
+            index = next(place for place, replica in enumerate(real.replicas) if replica.replica_id == busy)
+            real.kill(index)
         reply = running.result()
-    spans = reply["choices"][0]["weight_versions"]
-    print([(span["version"] - version, span["start"], span["end"]) for span in spans])
-    assert spans[-1]["version"] == version + 1
+    real.restart(index)
+    real.until_serving()
     return reply
 
 
@@ -110,7 +91,7 @@ def logprobs(reply: Json) -> list[float]:
 
 
 @pytest.mark.parametrize(("after", "wants"), [(40, LOGPROBS), (150, {}), (200, LOGPROBS), (230, {})])
-def test_a_cut_is_not_seen(parsed: Parsed, model: Path, after: int, wants: Json) -> None:
+def test_a_death_is_not_seen(parsed: Parsed, after: int, wants: Json) -> None:
     """In the reasoning, about its end, and within tool calls."""
     asked = parsed.question | wants
     quiet = whole(parsed.fleet, asked)
@@ -119,7 +100,7 @@ def test_a_cut_is_not_seen(parsed: Parsed, model: Path, after: int, wants: Json)
     assert (choice["finish_reason"], names) == ("tool_calls", ["weather", "compute"])
     assert choice["message"]["reasoning"].startswith("\nthe user wants two things")
     assert "<tool_call>" not in choice["message"]["content"]
-    reply = cut_off(parsed.fleet, model, lambda: whole(parsed.fleet, asked), after)
+    reply = cut_off(parsed.fleet, lambda: whole(parsed.fleet, asked), after)
     assert told(reply) == told(quiet)
     if wants:
         assert logprobs(reply) == pytest.approx(logprobs(quiet), abs=1e-3)
@@ -129,9 +110,9 @@ def test_a_cut_is_not_seen(parsed: Parsed, model: Path, after: int, wants: Json)
     assert ends[-1] == quiet["usage"]["completion_tokens"]
 
 
-def test_structured_output_is_made_again_as_a_whole(parsed: Parsed, model: Path) -> None:
+def test_structured_output_is_made_again_as_a_whole(parsed: Parsed) -> None:
     asked = parsed.question | {"tools": None, "structured_outputs": {"regex": r"[\s\S]*"}, "return_token_ids": True}
     quiet = whole(parsed.fleet, asked)
-    reply = cut_off(parsed.fleet, model, lambda: whole(parsed.fleet, asked), 60)
+    reply = cut_off(parsed.fleet, lambda: whole(parsed.fleet, asked), 60)
     assert len(reply["choices"][0]["weight_versions"]) == 1
     assert told(reply) == told(quiet)

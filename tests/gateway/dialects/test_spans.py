@@ -146,26 +146,6 @@ async def test_tokens_that_arrive_after_updates_may_be_of_every_version_since_th
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_sample_cut_off_by_an_update_is_awaited_and_of_the_old_version_so_far(
-    start_rig: StartRig, stream: bool
-) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
-    await rig.open_group()
-    late = LateEngine(rig.readers["engine-0"].engine)
-    running = asyncio.create_task(asked(rig, "/v1/completions", stream=stream, max_tokens=100))
-    await rig.begun()
-    updating = asyncio.create_task(rig.update())
-    await asyncio.sleep(0.5)
-    assert not updating.done(), "its last tokens are still to come"
-    late.tell.set()
-    await updating
-    rig.hurry()
-    old, new = await running
-    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
-    assert 0 < old["end"] == new["start"] < 100
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_tokens_without_a_log_prob_are_null_marked_and_counted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, n: int, stream: bool

@@ -80,7 +80,7 @@ async def test_an_idle_engine_takes_its_share_of_the_rollouts_that_are_left_to_a
     lost = [Rollout(request_id=f"lost-{number}", model="sim", n=1, tokens=1) for number in range(8)]
     for rollout in lost:
         victim.prompts.begin(rollout)
-    rig.fleet.suspect(victim, "its connections broke, and its port is not closed yet")
+    rig.fleet.set_state(victim, ReplicaState.SUSPECT, "its connections broke, and its port is not closed yet")
     taken = 0
     while other.prompts.may_add:
         other.prompts.begin(lost[taken])

@@ -238,7 +238,7 @@ def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
             with gathered(real, 2):
                 running = [pool.submit(conversation, real, "run-v1") for _ in range(2)]
             with standing_amid(real):
-                pushing = pool.submit(sender.push, base, in_flight="abort")
+                pushing = pool.submit(sender.push, base, in_flight="recompute")
                 client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))
                 assert pushing.result() == served + 1
             replies = [one.result() for one in running]

@@ -21,7 +21,7 @@ async def test_a_weight_call_before_init_or_start_is_a_conflict(rig: Rig, call: 
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ({"in_flight": "abort everything"}, 400, "keep, recompute, abort, drain"),
+        ({"in_flight": "abort everything"}, 400, "keep, recompute, drain"),
         *(({"version": version}, 400 if not version else 409, "version") for version in (0, 2)),
         *(({"group": group}, 400, "group") for group in ("", 7, "x" * 301)),
     ],

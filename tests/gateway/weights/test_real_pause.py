@@ -2,7 +2,7 @@
 
 import json
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.process import launch
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.engines.real_trainer import checkpoint, trl_client
+from tests.rigs.engines.real_trainer import trl_client
 from tests.rigs.engines.real_vllm import (
     REQUEST_TIMEOUT_S,
     RealFleet,
@@ -189,113 +189,3 @@ def test_where_vllm_tells_no_spans_every_version_that_a_request_has_met_is_named
     assert [choice["weight_versions"] for choice in during] == [may_be_of] * 5
     for choice in asked(silent):
         assert choice["weight_versions"] == [{"version": 2, "start": 0, "end": len(choice["token_ids"])}]
-
-
-def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
-    real: RealFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy, and with the same weights again: the seam must not be seen in what is told."""
-    with trainer(real, "keep", monkeypatch) as client:
-        client.update_model_params(checkpoint())
-    version = real.call("/status")[1]["weight_version"]
-    greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, "max_tokens": LONG}
-    body = {"model": str(COMMITTED), "prompt": [COMPLETION["prompt"], [2, 9, 5, 8, 3]], **greedy}
-
-    def choices() -> Any:
-        status, reply = real.call("/v1/completions", body)
-        assert status == 200, reply
-        assert reply["usage"]["completion_tokens"] == 2 * LONG
-        return reply["choices"]
-
-    sampling = {key: value for key, value in greedy.items() if key != "return_token_ids"}
-    tokens = {"model": str(COMMITTED), "token_ids": COMPLETION["prompt"], "sampling_params": sampling}
-    chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
-    weights, before, chat_before = checkpoint(), choices(), real.call("/v1/chat/completions", chat)[1]
-    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(5) as pool:
-        with gathered(real, 9):
-            whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
-            group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
-            ids = pool.submit(real.call, "/inference/v1/generate", tokens)
-            chats = pool.submit(real.call, "/v1/chat/completions", chat)
-        with standing_amid(real):
-            client.update_model_params(weights)
-        after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
-        (of_ids,), chat_after = ids.result()[1]["choices"], chats.result()[1]
-    assert status == 200, sampled
-    for choice in (*after, last, of_ids, *sampled["choices"]):
-        first, second = choice["weight_versions"]
-        print(choice["weight_versions"])
-        # /inference/v1/generate says versions as text, as vLLM does.
-        assert (int(first["version"]), first["start"]) == (version, 0)
-        assert (int(second["version"]), second["end"]) == (version + 1, LONG)
-        assert 0 < first["end"] == second["start"] < LONG
-        assert (choice["kv_versions"], choice["finish_reason"]) == ([version + 1], "length")
-    for old, choice in zip(before, after, strict=True):
-        assert choice["token_ids"] == old["token_ids"]
-        assert choice["text"] == old["text"]
-        assert choice["prompt_token_ids"] == old["prompt_token_ids"]
-        for key in ("tokens", "text_offset"):
-            assert choice["logprobs"][key] == old["logprobs"][key]
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(old["logprobs"]["token_logprobs"], abs=1e-3)
-    assert last["token_ids"] == of_ids["token_ids"] == before[0]["token_ids"]
-    logprobs = [entry["logprob"] for entry in of_ids["logprobs"]["content"]]
-    assert logprobs == pytest.approx(before[0]["logprobs"]["token_logprobs"], abs=1e-3)
-    check_conversation(chat_before, chat_after, version)
-    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
-    print(record)
-    assert (record["end"], record["in_flight"]) == ("committed", "abort")
-
-
-def check_conversation(before: Json, after: Json, version: int) -> None:
-    """That one that an update has cut off is the undisturbed one, but for its spans."""
-    (old,), (new,) = before["choices"], after["choices"]
-    first, second = new["weight_versions"]
-    print("conversation", new["weight_versions"])
-    assert (first["version"], second["version"], second["end"]) == (version, version + 1, LONG - 30)
-    assert 0 < first["end"] == second["start"] < LONG - 30
-    for key in ("message", "token_ids", "finish_reason", "stop_reason"):
-        assert new[key] == old[key], key
-    for was, now in zip(old["logprobs"]["content"], new["logprobs"]["content"], strict=True):
-        assert (now["token"], now["bytes"]) == (was["token"], was["bytes"])
-        assert now["logprob"] == pytest.approx(was["logprob"], abs=1e-3)
-        assert [top["token"] for top in now["top_logprobs"]] == [top["token"] for top in was["top_logprobs"]]
-    assert after["usage"] == before["usage"]
-    assert after["prompt_token_ids"] == before["prompt_token_ids"]
-
-
-def cut_off(real: RealFleet, client: Any, asked: Sequence[tuple[str, Json]]) -> tuple[int, list[Json]]:
-    """The version before an update that all these requests met, and their choices."""
-    version = real.call("/status")[1]["weight_version"]
-    weights = other_weights(seed=version)
-    with ThreadPoolExecutor(len(asked)) as pool:
-        with gathered(real, len(asked)):
-            running = [pool.submit(real.call, path, body) for path, body in asked]
-        with standing_amid(real):
-            client.update_model_params(weights)
-        replies = [future.result() for future in running]
-    assert [status for status, _ in replies] == [200] * len(asked), replies
-    choices = [reply["choices"][0] for _, reply in replies]
-    assert [choice["weight_versions"][-1]["version"] for choice in choices] == [version + 1] * len(asked)
-    return version, choices
-
-
-def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(
-    real: RealFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = [(path, body | {"stop": ["never made"]}) for path, body in SEEDED]
-    with trainer(real, "abort", monkeypatch) as client:
-        version, choices = cut_off(real, client, asked)
-    for (path, body), choice in zip(asked, choices, strict=True):
-        assert [span["version"] for span in choice["weight_versions"]] == [version + 1]
-        (fresh,) = real.call(path, body)[1]["choices"]
-        assert choice["token_ids"] == fresh["token_ids"], "seeded: what the new weights always say"
-
-
-def test_what_has_a_seed_goes_on_from_its_tokens_and_is_marked(
-    real: RealFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with trainer(real, "abort", monkeypatch) as client:
-        version, choices = cut_off(real, client, SEEDED)
-    for choice in choices:
-        assert [span["version"] for span in choice["weight_versions"]] == [version, version + 1]
-        assert choice["resumed"] == ["seed"]

@@ -86,7 +86,7 @@ async def test_a_pushed_version_is_served_by_all_and_kept(rig: Rig, folder: Path
 async def test_a_push_says_what_becomes_of_rollouts_in_flight(rig: Rig) -> None:
     await push(rig, tensors(), in_flight="drain")
     await push(rig, tensors())
-    with pytest.raises(ConfigError, match="in_flight = 'end' must be one of keep, recompute, abort, drain"):
+    with pytest.raises(ConfigError, match="in_flight = 'end' must be one of keep, recompute, drain"):
         await push(rig, tensors(), in_flight="end")
     _, updates = await rig.get("/v1/weight_updates")
     assert [record["in_flight"] for record in updates["weight_updates"]] == ["keep", "drain"]

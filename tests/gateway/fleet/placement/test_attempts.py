@@ -43,11 +43,6 @@ def test_an_error_is_the_fault_of_the_request_or_of_the_replica(error: Any, end:
     assert end_of(error, cuts_off=False) is end
 
 
-def test_an_update_that_cuts_off_is_nobodys_fault_but_a_wrong_request_stays_wrong() -> None:
-    assert end_of(EngineFailed("aborted"), cuts_off=True) is End.CUT_OFF
-    assert end_of(refused(400), cuts_off=True) is End.REFUSED
-
-
 def test_attempts_are_bounded_by_time_too() -> None:
     attempts = Attempts(began=-1e9)
     with pytest.raises(EngineFailed, match="generate_timeout_s"):

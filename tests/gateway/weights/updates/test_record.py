@@ -43,8 +43,6 @@ async def test_an_update_leaves_a_record_with_steps_bytes_and_what_each_replica_
     async with rig.client.get(rig.url + "/metrics") as response:
         page = await response.text()
     assert 'rollout_gateway_weight_updates_total{end="committed"} 2.0' in page
-    assert 'rollout_gateway_canaries_total{result="verified"} 4.0' in page
-    assert "rollout_gateway_weight_update_bytes_total 128.0" in page
     for step in (*STEPS, "whole"):
         assert f'rollout_gateway_weight_update_seconds_count{{step="{step}"}} 2.0' in page
 

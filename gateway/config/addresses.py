@@ -7,10 +7,10 @@ _ANY = ("0.0.0.0", "::", "")
 _ELSEWHERE = ("192.0.2.1", 9)
 
 
-def url_of(host: str, port: int, *, tls: bool = False) -> str:
+def url_of(host: str, port: int) -> str:
     """Return the URL under which others reach a socket bound to `host`; for all addresses, that of the main one."""
     host = own_address(*_ELSEWHERE) if host in _ANY else host
-    return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def own_address(host: str, port: int) -> str:

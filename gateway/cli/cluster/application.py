@@ -120,7 +120,7 @@ def unknown_application(name: str) -> RolloutGatewayError:
 def _configured_url(application: Mapping[str, Any]) -> str:
     """Return the rollout URL by configuration alone; empty for port 0, which the gateway alone resolves."""
     gateway = deployed_config(application).gateway
-    return url_of(gateway.host, gateway.port, tls=gateway.tls.is_on) if gateway.port else ""
+    return url_of(gateway.host, gateway.port) if gateway.port else ""
 
 
 def wait_for_serve(

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from array import array
-from base64 import b64decode
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -183,7 +182,6 @@ class Session:
             stop_reason=choice.get("stop_reason"),
             prompt_tokens=call.facts.prompt_tokens or usage.get("prompt_tokens") or 0,
             num_sampled=usage.get("completion_tokens") or 0,
-            routed_experts=b64decode(choice.get("routed_experts") or ""),
             digest=b"" if call.reply is None else digest,
         )
         await self.record.written()
@@ -222,7 +220,7 @@ class Session:
         del self.open[call.facts.call]
         if not self.open:
             self._is_idle.set()
-        self.num_bytes += 8 * len(call.token_ids) + len(call.facts.routed_experts)
+        self.num_bytes += 8 * len(call.token_ids)
         if (end := call.end) is not None:
             self.history.add(call.facts.call, call.facts.digest, end)
 

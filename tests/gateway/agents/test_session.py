@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import math
 import shutil
 import uuid
@@ -10,16 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
 
 from engines.errors import EngineFailed
-from engines.types import ReplicaInfo
 from gateway.agents.messages import Messages
-from gateway.dialects import token_generation
 from gateway.dialects.rendering import Rendering
-from gateway.dialects.token_generation import completion_body, token_reply
 from sim.model import SimModel
 from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
@@ -250,35 +245,6 @@ async def test_an_answer_that_its_client_left_as_it_was_sent_is_not_trained(
     head, [call] = await record(rig, "one")
     assert (call["state"], call["mask"], call["finish_reason"]) == ("cut", "client_left", "length")
     assert head["tokens"] == {"sampled": 6, "trainable": 0, "masked": {"client_left": 6}}
-
-
-async def test_routed_experts_are_kept_as_bytes_and_asked_for_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's rows are of all ids but the last, from where it is asked to begin."""
-    starts: list[int] = []
-
-    def asked(body: Json, info: ReplicaInfo) -> Json:
-        starts.append(body["sampling_params"].pop("routed_experts_prompt_start", 0))
-        return completion_body(body, info)
-
-    def told(answer: Json, body: Json) -> Json:
-        reply = token_reply(answer, body)
-        num_read = len(body["token_ids"]) + len(reply["choices"][0]["token_ids"]) - 1
-        np.save(file := io.BytesIO(), np.full((num_read - starts[-1], 2, 1), len(starts), np.uint8))
-        reply["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-        return reply
-
-    monkeypatch.setattr(token_generation, "completion_body", asked)
-    monkeypatch.setattr(token_generation, "token_reply", told)
-    first = await said(rig, "one", "hello")
-    await said(rig, "one", "hello", first, "more")
-    session = await read(rig, "one")
-    assert starts == [0, session.calls[0].prompt_tokens + 5]
-    [row] = trajectories_of(session)
-    assert row.routed_experts is not None
-    assert row.routed_experts.shape == (session.calls[1].prompt_tokens + 5, 2, 1)
-    assert row.routed_experts[:, 0, 0].tolist() == [1] * starts[1] + [2] * (len(row.routed_experts) - starts[1])
-    _, calls = await record(rig, "one")
-    assert np.load(io.BytesIO(base64.b64decode(calls[0]["routed_experts"]))).shape == (starts[1], 2, 1)
 
 
 async def test_an_image_is_kept_once_as_its_bytes(start_rig: StartRig, kept_rig: Rig, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """`rollout-gateway down`: removal of an application, of the Ray that `up` started, and of all that they leave."""
 
 import contextlib
-import signal
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded
 from engines.store.weight_store import remove_store
-from gateway.cli.cluster.application import deployed_config, running, serve_api
+from gateway.cli.cluster.application import deployed_config, serve_api
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray
 from gateway.cli.cluster.serve_api import ClusterTroubled, ClusterUnreachable, ServeApi
@@ -21,8 +18,6 @@ from gateway.weights.snapshots import in_memory
 _DELETE_TIMEOUT_S = 120.0
 _UNPLACED_DELETE_TIMEOUT_S = 30.0
 """Where replicas have found no place: Serve waits up to ten minutes for their end, though nothing of them runs."""
-_STAY_POLL_S = 5.0
-_STAY_SILENCE_S = 180.0
 
 
 def down(name: str, report: Report) -> bool:
@@ -72,30 +67,6 @@ def delete(api: ServeApi, name: str, report: Report) -> bool:
         return False
     report.note(f"removed the application {name} with {len(replicas)} Serve replicas")
     return True
-
-
-def stay(name: str, report: Report) -> None:
-    """Wait until the application is gone or this process is ended, and then remove what is left of it.
-
-    Raises the error of its Ray when that has not answered for three minutes.
-    """
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = time.monotonic()
-    try:
-        while not ended.wait(_STAY_POLL_S):
-            try:
-                if running(name) is None:
-                    report.step(f"{name} was taken down")
-                    return
-                heard = time.monotonic()
-            except (ClusterUnreachable, ClusterTroubled):
-                if time.monotonic() - heard > _STAY_SILENCE_S:
-                    raise
-        down(name, report)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _applications(api: ServeApi) -> dict[str, Any]:

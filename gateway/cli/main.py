@@ -18,12 +18,11 @@ from engines.process.log_lines import write_log_lines
 from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
-from gateway.cli.down import down, stay
+from gateway.cli.down import down
 from gateway.cli.example import list_examples, write_example
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name, TimeoutS
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.up import up
-from gateway.cli.vllm_serve import OPTIONS, read_options
 from gateway.config.load import explain, load
 from gateway.config.machine import lacks, missing_keys
 from gateway.config.schema import Config
@@ -77,21 +76,6 @@ def up_command(
     report = Report()
     report.step("reading the configuration")  # first: what follows takes seconds on a busy machine
     print_running(up(load(config, context.args), report, timeout_s))
-
-
-@app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OPTIONS)
-def vllm_serve_command(
-    context: typer.Context,
-    timeout_s: TimeoutS = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when all replicas are ready.")] = False,
-) -> None:
-    """Serve N vLLM replicas with the options of `trl vllm-serve`, until Ctrl-C, and take down what was started."""
-    report = Report()
-    report.step("reading the options")
-    config = read_options(context.args)
-    print_running(up(config, report, timeout_s))
-    if not detach:
-        stay(config.name, Report())
 
 
 @app.command("down", rich_help_panel=RUN)

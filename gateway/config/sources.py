@@ -60,7 +60,7 @@ class Given:
         below = [leaf for leaf, _ in leaves(value, key)] if isinstance(value, dict) else []
         self.places |= dict.fromkeys((key, *below), (origin, place))
 
-    def put_text(self, key: Key, value: Any, origin: Origin, place: str) -> None:
+    def put_text(self, key: Key, value: str, origin: Origin, place: str) -> None:
         """Put a value that is read as on the command line."""
         try:
             self.put(key, parse_value(value, field_at(key)), origin, place)
@@ -163,15 +163,8 @@ def put_overrides(given: Given, arguments: Sequence[str]) -> None:
         given.put_text(tuple(name.removeprefix("--").split(".")), value, "cli", f"argument {name}")
 
 
-def parse_value(text: Any, field: FieldInfo | None) -> Any:
-    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list.
-
-    Items of a list are YAML by themselves; anything else was parsed before.
-    """
-    if isinstance(text, list):
-        return [yaml.safe_load(item) if isinstance(item, str) else item for item in text]
-    if not isinstance(text, str):
-        return text
+def parse_value(text: str, field: FieldInfo | None) -> Any:
+    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

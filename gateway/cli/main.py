@@ -4,9 +4,12 @@ Packages add commands by the entry point `rollout_gateway.commands`, a function 
 """
 
 import json
+import re
+import shutil
 import sys
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +22,6 @@ from gateway.cli.cluster.application import log_end, logs_and_events, running, u
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down
-from gateway.cli.example import list_examples, write_example
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name, TimeoutS
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.up import up
@@ -123,16 +125,26 @@ def build_command(context: typer.Context, config: File = None) -> None:
 
 
 @app.command("example", rich_help_panel=RUN)
-def example_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An example's file; lists them if left out.")] = "",
-) -> None:
-    """List the examples, or write one and the files that it names below ./examples."""
-    if name:
-        for path in write_example(name, Path()):
-            print(path)
-        return
-    for file, title in list_examples():
-        print(f"{file:<40} {title}")
+def example_command() -> None:
+    """Write the package's examples below ./examples, and list them. Files that are there stay."""
+    package, mine = Path(str(files("gateway"))), Path("examples")
+    # The wheel has them inside the package, a checkout beside it.
+    root = next(folder for folder in (package / "examples", package.parent / "examples") if folder.is_dir())
+
+    def copied(source: str, target: str) -> None:
+        if not Path(target).exists():
+            shutil.copy(source, target)
+
+    shutil.copytree(root, mine, ignore=shutil.ignore_patterns("__pycache__"), copy_function=copied, dirs_exist_ok=True)
+    for path in sorted(mine.rglob("*")):
+        if path.suffix in (".yaml", ".py", ".sh"):
+            print(f"{path!s:<48} {_title(path)}")
+
+
+def _title(path: Path) -> str:
+    """Return the first words of an example."""
+    lines = [line.lstrip('# "') for line in path.read_text(encoding="utf-8").splitlines()]
+    return re.split(r"[.:,;](?:\s|$)", next(line for line in lines if line and not line.startswith("!")))[0]
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
+from trainer_client.sessions.groups import SessionGroups
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -107,3 +108,13 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
     weight_version = _waiting(RolloutClient.weight_version)
     served_weights = _waiting(RolloutClient.served_weights)
     canary_token_ids = _waiting(RolloutClient.canary_token_ids)
+
+
+class BlockingSessionGroups(_Blocking[SessionGroups[Any]]):
+    """`SessionGroups` as a blocking iterator with the same arguments. `run` is a coroutine function, and it and `tasks`
+    run on the client's thread."""
+
+    def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
+        super().__init__(SessionGroups(client._inner, *args, **kwargs), client._thread)
+
+    __iter__ = _each(SessionGroups.__aiter__)

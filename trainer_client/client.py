@@ -21,10 +21,9 @@ from engines.errors import (
 )
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import GatewayHttp, Json
-from trainer_client.results import Rollout, read_rollout
+from trainer_client.results import Rollout, ServedWeights, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
-from trainer_client.served import ServedWeights
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
@@ -144,14 +143,9 @@ class RolloutClient:
     async def call(self, method: str, path: str, body: Json | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> Json:
         """Call any route, such as POST /pause?mode=keep, and return its reply. A POST is made again only if it cannot
         have arrived: a second one would wait for a broadcast that is over."""
-        retries = Retries(1, min(timeout_s, self._outage_s), timeout_s, now() + timeout_s)
-        while True:
-            try:
-                return await self._http.call(method, path, body, timeout_s=retries.left_s)
-            except RolloutGatewayError as error:
-                if isinstance(error, GatewayUnreachable) and error.arrived and method == "POST":
-                    raise
-                await retries.pause(error)
+        limit_s, is_again = min(timeout_s, self._outage_s), method != "POST"
+        retries = Retries(1, limit_s, timeout_s, now() + timeout_s, is_again=is_again)
+        return await retries.run(lambda left_s: self._http.call(method, path, body, timeout_s=left_s))
 
     async def status(self) -> Json:
         """Return the gateway's /status: replicas with their states, queues, the weight version."""
@@ -172,37 +166,27 @@ class RolloutClient:
     async def _rollout(
         self, index: int, body: Json, headers: dict[str, str], timeout_s: float, deadline: float
     ) -> Rollout:
-        """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
-        last: RolloutGatewayError | None = None
+        """Return one prompt's completions from the first successful attempt. Raises the last attempt's error with this
+        prompt's index: its request had one prompt."""
+        where, retries = f"prompt[{index}]", Retries(self._attempts, self._outage_s, timeout_s, deadline)
+
+        async def ask(_: float) -> Rollout:
+            reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
+            return read_rollout(reply, index, body["n"])
+
         try:
             async with asyncio.timeout_at(deadline), self._room:
-                retries = Retries(self._attempts, self._outage_s, timeout_s, deadline)
-                while True:
-                    try:
-                        reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
-                        return read_rollout(reply, index, body["n"])
-                    except RolloutGatewayError as error:
-                        last = error
-                        await _pause(retries, error, index)
+                return await retries.run(ask)
+        except RolloutGatewayError as error:
+            message = str(error).replace("prompt[0]", where)
+            tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
+            error.args = (("" if where in message else f"{where}: ") + message + tried,)
+            raise
         except TimeoutError as error:
             asked = (f"{key} = {body[key]}" for key in ("min_version", "max_staleness") if key in body)
             demands = "".join(f"; it requires {demand}" for demand in asked)
-            met = f"; the attempt before it: {last}" if last else ""
-            raise DeadlineExceeded(
-                f"prompt[{index}]: no completions within timeout_s = {timeout_s:g}{demands}{met}"
-            ) from error
-
-
-async def _pause(retries: Retries, error: RolloutGatewayError, index: int) -> None:
-    """Pause until the next attempt. Raise the last error with this prompt's index: its request had one prompt."""
-    try:
-        await retries.pause(error)
-    except RolloutGatewayError:
-        message = str(error)
-        own = message.replace("prompt[0]", f"prompt[{index}]")
-        tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
-        error.args = ((own if own != message else f"prompt[{index}]: {message}") + tried,)
-        raise
+            met = f"; the attempt before it: {retries.last}" if retries.last else ""
+            raise DeadlineExceeded(f"{where}: no completions within timeout_s = {timeout_s:g}{demands}{met}") from error
 
 
 def _checked_url(url: str) -> str:

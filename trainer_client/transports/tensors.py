@@ -16,7 +16,7 @@ from engines.checkpoint.names import CheckpointNames, Ties, checkpoint_names, cl
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
-from trainer_client.served import ServedWeights
+from trainer_client.results import ServedWeights
 from trainer_client.transports.model_tensors import NamedOnes, model_tensors
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]

@@ -1,11 +1,10 @@
 """Digests of conversations: equal where a client has sent back what an answer said, in whatever JSON."""
 
-import json
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
-import orjson
+import msgspec
 
 from engines.engine import Json
 from engines.raw_json import NO_JSON, decoded
@@ -13,6 +12,7 @@ from gateway.agents.turn import Turn
 
 SIZE = 8
 """Bytes of a digest."""
+_bytes = msgspec.json.Encoder(order="sorted").encode
 
 
 def settings_digest(turn: Turn) -> bytes:
@@ -62,10 +62,3 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case _:
             return value
-
-
-def _bytes(value: Any) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # integers of more than 64 bits
-        return json.dumps(value, sort_keys=True).encode()

@@ -66,13 +66,7 @@ class _Match:
     root_reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Following:
-    """A turn after the call that it follows: its prompt, and what of that comes after the call's ids."""
-
-    prompt: Prompt
-    rest: list[int]
-    is_sure: bool
+_UNFOLLOWED: tuple[None, list[int], bool] = None, [], False
 
 
 class History:
@@ -99,15 +93,15 @@ class History:
         """Return a turn as token ids; None where no engine of its model renders it. Raise the engine's refusal."""
         settings = settings_digest(turn)
         match = self._match(turn, settings)
-        followed = await self._followed(turn, match, settings, tails)
-        if followed and followed.is_sure:
-            return followed.prompt
+        followed, rest, is_sure = await self._followed(turn, match, settings, tails)
+        if is_sure:
+            return followed
         rendered = await tails.rendering.render(chat_request(turn))
         if rendered is None:
             return None
         token_ids = rendered["token_ids"]
-        if followed and token_ids[len(token_ids) - len(followed.rest) :] == followed.rest:
-            return followed.prompt
+        if followed and token_ids[len(token_ids) - len(rest) :] == rest:
+            return followed
         parent = self._parent(array("i", token_ids), match)
         reason = None if parent is not None else match.root_reason or TEMPLATE
         return Prompt(token_ids, parent, reason, _sampling(turn, rendered), rendered.get("features") or None)
@@ -131,29 +125,32 @@ class History:
             reason = CHANGED
         return _Match(call, num_messages, reason)
 
-    async def _followed(self, turn: Turn, match: _Match, settings: bytes, tails: Tails) -> _Following | None:
-        """Return a turn after the call that it follows. None where the whole turn has to be rendered."""
+    async def _followed(
+        self, turn: Turn, match: _Match, settings: bytes, tails: Tails
+    ) -> tuple[Prompt | None, list[int], bool]:
+        """Return the prompt of a turn after the call that it follows, what of it comes after the call's ids, and
+        whether that is sure. `_UNFOLLOWED` where the whole turn has to be rendered."""
         if match.call is None or match.root_reason:
-            return None
+            return _UNFOLLOWED
         before = self._ids_of(match.call)
         end, answer = self._ends[match.call], turn.messages[match.num_messages - 1]
         tail = await tails.after(match.num_messages, turn, settings)
         if tail is None:
-            return None
+            return _UNFOLLOWED
         num_closed = _num_closed(tail, end, before[-1], bool(answer.get("tool_calls")))
         if num_closed is None:
-            return None
+            return _UNFOLLOWED
         rest = tail.token_ids[num_closed:]
         sampling = _sampling(turn, tail.rendered)
         if (room := tails.rendering.room(turn.model)) is not None:
             left = room - len(before) - len(rest)
             if left < 1:
-                return None  # the engine has words for this
+                return _UNFOLLOWED  # the engine has words for this
             if sampling["max_tokens"] >= room - len(tail.rendered["token_ids"]):  # what the stub leaves
                 sampling["max_tokens"] = turn.max_tokens or _MAX_TOKENS
             sampling["max_tokens"] = min(sampling["max_tokens"], left)
         prompt = Prompt(before.tolist() + rest, match.call, None, sampling, None)
-        return _Following(prompt, rest, tail.is_sure(before[: end.num_prompt]))
+        return prompt, rest, tail.is_sure(before[: end.num_prompt])
 
     def _parent(self, token_ids: "array[int]", match: _Match) -> int | None:
         """Return the longest call whose ids a rendered prompt begins with."""

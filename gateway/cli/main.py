@@ -93,9 +93,9 @@ def status_command(name: Name = DEFAULT_NAME, as_json: AsJson = False) -> None:
     found = running(name)
     if found is None:
         raise unknown_application(name)
-    fleet = ask_control_plane(found.control_url, "/status") if found.control_url else None
+    fleet = ask_control_plane(found.control_url, "/status")
     if as_json:
-        print_json({"name": name, **asdict(found), "fleet": fleet})
+        print_json({"name": name, **asdict(found), "fleet": fleet or None})
         return
     print_running(found)
     if fleet:

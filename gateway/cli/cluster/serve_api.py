@@ -152,12 +152,12 @@ class ServeApi:
         return f"{self.address} answered {status} to {call}: {text.strip()[-2000:]}"
 
 
-def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:
-    """Return a reply of the control plane; None when it does not answer."""
+def ask_control_plane(control_url: str, path: str) -> dict[str, Any]:
+    """Return a reply of the control plane; empty when it is off or does not answer."""
     try:
         found: dict[str, Any] = json.loads(_send(urllib.request.Request(control_url + path), _ASK_TIMEOUT_S))
     except (OSError, ValueError, http.client.HTTPException):
-        return None
+        return {}
     return found
 
 

@@ -4,7 +4,6 @@ A model, a mapping or a sequence is one part. An iterator may create its tensors
 and one part is held at a time.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -137,7 +136,7 @@ def _parts(source: Source) -> Iterator[list[NamedOnes]]:
             param="named_tensors",
         )
     else:
-        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
+        yield [_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)]
 
 
 def _checked(named: Any) -> NamedOnes:
@@ -151,21 +150,6 @@ def _checked(named: Any) -> NamedOnes:
         f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
         param="named_tensors",
     )
-
-
-def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
-    """Merge tensors at one place in memory, such as tied weights of a state_dict, into one with several names."""
-    names: dict[Any, list[str]] = defaultdict(list)
-    for one in part:
-        names[_place(one.tensor)] += one.names
-    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Return what two tensors at one place have in common. Tensors without bytes here have no place."""
-    if not (_has_bytes(tensor) and tensor.numel()):
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from engines.errors import RolloutGatewayError
 from gateway.config.placement import Nodes, Resource
-from gateway.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
 _NODES = "/api/v0/nodes"
@@ -165,6 +164,18 @@ def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
     with opener().open(request, timeout=timeout_s) as response:
         answer: bytes = response.read()
         return answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirection as the error that it then is: urllib would send the key along, to any host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def opener() -> urllib.request.OpenerDirector:
+    """Return an opener without the environment's proxy: both ends are inside the cluster's network."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 def ray_token(environ: Mapping[str, str]) -> str | None:

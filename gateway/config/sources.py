@@ -46,17 +46,21 @@ class Given:
     def place(self, key: Key) -> tuple[Origin, str]:
         return nearest_place(self.places, key, ("default", ""))
 
-    def put(self, key: Key, text: str, origin: Origin, place: str) -> None:
-        """Put a value, read from text, in place of the one before; of a section, only what it has."""
-        try:
-            section = value = parse_value(text, field_at(key))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{place}: {dotted(key)}: {text!r} is not a YAML value") from error
+    def put(self, key: Key, value: Any, origin: Origin, place: str) -> None:
+        """Put a value in place of the one before; of a section, only what it has."""
+        section = value
         for part in reversed(key):
             section = {str(part): section}
         self.tree = merge(self.tree, section)
         below = [leaf for leaf, _ in leaves(value, key)] if isinstance(value, dict) else []
         self.places |= dict.fromkeys((key, *below), (origin, place))
+
+    def put_text(self, key: Key, text: str, origin: Origin, place: str) -> None:
+        """Put a value that is read from text."""
+        try:
+            self.put(key, parse_value(text, field_at(key)), origin, place)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{place}: {dotted(key)}: {text!r} is not a YAML value") from error
 
 
 def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
@@ -135,7 +139,7 @@ def put_environment(given: Given, environ: Mapping[str, str]) -> None:
             continue
         key: Key = tuple(name[len(PREFIX) :].lower().split("__"))
         if key[0] in Config.model_fields:
-            given.put(key, environ[name], "env", f"environment variable {name}")
+            given.put_text(key, environ[name], "env", f"environment variable {name}")
         elif len(key) > 1:
             raise ConfigError(f"environment variable {name}: unknown section {key[0]}; {nearest(key[:1])}")
         # Kubernetes makes ROLLOUT_GATEWAY_PORT and its like for a service of our name.
@@ -151,7 +155,7 @@ def put_overrides(given: Given, arguments: Sequence[str]) -> None:
         is_given = equals or (argument.startswith("--") and not value.startswith("--"))
         if not is_given or not re.fullmatch(r"(--)?[^.\s-][^.\s]*(\.[^.\s]+)*", name):
             raise UsageError(f"argument {name}: expected --key value, --key=value or key=value")
-        given.put(tuple(name.removeprefix("--").split(".")), value, "cli", f"argument {name}")
+        given.put_text(tuple(name.removeprefix("--").split(".")), value, "cli", f"argument {name}")
 
 
 def parse_value(text: str, field: FieldInfo | None) -> Any:

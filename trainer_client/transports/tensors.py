@@ -4,6 +4,8 @@ A model, a mapping or a sequence is one part. An iterator may create its tensors
 and one part is held at a time.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,12 +18,23 @@ from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.results import ServedWeights
-from trainer_client.transports.model_tensors import NamedOnes, model_tensors
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
 PART_BYTES = 1 << 30
 """Size at which a part of an iterator ends."""
+_ADAPTERS = re.compile(r"\.(lora_[A-Za-z_]+|base_layer|ia3_l|ln_tuning_layers|hada_\w+|vera_\w+|oft_\w+)\.")
+"""Names of PEFT's wrappers."""
+_PARALLEL = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedOnes:
+    """A tensor with all its names, several if tied. `is_buffer` is False for parameters."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +139,7 @@ def _are_equal(first: Entry, second: Entry) -> bool:
 
 def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
-        yield model_tensors(source)
+        yield _model_tensors(source)
     elif isinstance(source, Iterator):
         yield from _bounded(map(_checked, source))
     elif not isinstance(source, Iterable):
@@ -217,3 +230,48 @@ def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
         size += one.tensor.numel() * one.tensor.dtype.itemsize
     if part:
         yield part
+
+
+def _model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
+    """Return parameters and persistent buffers, in the model's order."""
+    model = _unwrapped(model)
+    state = {clean(name): one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)}
+    if adapted := next(filter(_ADAPTERS.search, state), None):
+        served = ", or serve the adapter with POST /v1/load_lora_adapter" if ".lora_" in adapted else ""
+        raise InvalidRequest(
+            f"the model has {adapted!r}, a part of a PEFT adapter: push the result of merge_and_unload(){served}",
+            param="named_tensors",
+        )
+    buffers = {clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    first_names = _tied(model)
+    names = defaultdict(list)
+    for name in state:
+        names[first_names.get(name, name)].append(name)
+    # A hook of the state_dict may leave out any of a tensor's names, also the first.
+    return [NamedOnes(tuple(group), state[group[0]], group[0] in buffers) for group in names.values()]
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile, DistributedDataParallel and DataParallel have wrapped, in any order.
+
+    Raise `InvalidRequest` for FSDP of the first generation, whose parameters are parts of flat ones.
+    """
+    while (inner := model.module if isinstance(model, _PARALLEL) else getattr(model, "_orig_mod", model)) is not model:
+        model = inner
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise InvalidRequest(
+            "the model is of FSDP's first generation: call on all ranks get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), and push that from one",
+            param="named_tensors",
+        )
+    return model
+
+
+def _tied(model: torch.nn.Module) -> dict[str, str]:
+    """Return the first name of each tied tensor, by its further names."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (before := first.setdefault(id(parameter), clean(name))) != clean(name):
+            tied[clean(name)] = before
+    return tied

@@ -15,7 +15,6 @@ from engines.errors import DeadlineExceeded, InvalidRequest
 from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.http import closed
-from trainer_client.sessions.groups import SessionGroups
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -203,13 +202,3 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
     weight_version = _waiting(RolloutClient.weight_version)
     served_weights = _waiting(RolloutClient.served_weights)
     canary_token_ids = _waiting(RolloutClient.canary_token_ids)
-
-
-class BlockingSessionGroups(_Blocking[SessionGroups[Any]]):
-    """`SessionGroups` as a blocking iterator with the same arguments. `run` is a coroutine function, and it and `tasks`
-    run on the client's thread."""
-
-    def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
-        super().__init__(SessionGroups(client._inner, *args, **kwargs), client._thread)
-
-    __iter__ = _each(SessionGroups.__aiter__)

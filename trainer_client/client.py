@@ -8,7 +8,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -103,7 +103,7 @@ class RolloutClient:
         timeout_s: limit on every prompt from now on; a late prompt fails with `DeadlineExceeded`.
         """
         sampling = sampling or SamplingParams()
-        checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
+        checked = _checked_prompts(prompts)
         of_prompts = _checked_sessions(sessions, len(checked))
         asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
         rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
@@ -201,35 +201,23 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _checked_prompts(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
-        raise InvalidRequest("prompts is a string: give a list of prompts", param="prompts")
-    if len(prompts) == 0:
-        raise InvalidRequest("prompts is empty: give at least one prompt", param="prompts")
-    return prompts
+def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
+    """Return the prompts as JSON can hold them."""
+    given = [] if isinstance(prompts, str) else prompts
+    try:
+        plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in given]
+        return msgspec.convert(plain, Annotated[list[str | list[int]], msgspec.Meta(min_length=1)])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"prompts is {prompts!r:.80}: give a list of texts, or of flat sequences of whole numbers ({error})",
+            param="prompts",
+        ) from None
 
 
 def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Sequence[str]:
     if sessions is not None and len(sessions) != num_prompts:
         raise InvalidRequest(f"sessions has {len(sessions)} ids for {num_prompts} prompts", param="sessions")
     return sessions or [""] * num_prompts
-
-
-def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
-    """Return the prompt as JSON can hold it."""
-    if isinstance(prompt, str):
-        return prompt
-    token_ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    token_ids = list(token_ids) if isinstance(token_ids, Sequence) else token_ids
-    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
-        raise InvalidRequest(
-            f"prompts[{index}] is {_shown(prompt)}: give text, or a flat sequence of whole numbers", param="prompts"
-        )
-    return token_ids
-
-
-def _shown(prompt: Prompt) -> str:
-    return f"a {type(prompt).__name__} ({str(prompt)[:60]})"
 
 
 def _states(body: Any) -> str:

@@ -66,8 +66,6 @@ class Session:
         self.key = head.owner, head.id
         self.calls: list[Call] = []
         self.history = History(self.ids_of)
-        self.was_read = False
-        """True once a reader has had all of it after it was frozen."""
         self.used_at = time.monotonic()
         self.num_bytes = len(msgspec.msgpack.encode(head))
         self.open: dict[int, Call] = {}
@@ -281,7 +279,7 @@ class Session:
 
     async def read(self) -> AsyncGenerator[list[bytes]]:
         """Yield the calls in order, some at a time, then the end."""
-        is_frozen, calls, media = self.head.is_frozen, list(self.calls), dict(self._media)
+        calls, media = list(self.calls), dict(self._media)
         some: list[bytes] = []
         for call in calls:
             found = [(name, media.pop(name, None)) for name in call.facts.media]  # with the first call that has it
@@ -291,7 +289,6 @@ class Session:
                 yield some
                 some = []
         yield [*some, msgspec.msgpack.encode({"type": "end", "calls": len(calls)})]
-        self.was_read = self.was_read or is_frozen
 
     # Ledger
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from collections import deque
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
 from importlib.resources import files
@@ -18,7 +19,7 @@ import yaml
 
 from engines.errors import RolloutGatewayError, UsageError
 from engines.process.log_lines import write_log_lines
-from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
+from gateway.cli.cluster.application import logs_and_events, running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down
@@ -114,7 +115,8 @@ def logs_command(
     logs, events = logs_and_events(name, replica)
     for log in logs:
         print(f"==> {log} <==")
-        print(log_end(log, lines))
+        with log.open(encoding="utf-8", errors="replace") as file:
+            print("".join(deque(file, maxlen=lines)).rstrip())
     print_events(events)
 
 

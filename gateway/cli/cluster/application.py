@@ -1,7 +1,6 @@
 """A deployed application as Serve, the gateway and its engines' logs report it, and the waits for it."""
 
 import re
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,11 +90,6 @@ def logs_and_events(name: str, replica: str = "") -> tuple[list[Path], list[dict
         places = ", ".join(sorted({str(folder) for folder in folders.values()}))
         raise RolloutGatewayError(f"this machine has no log of {replica or 'an engine'} in {places}")
     return logs, events
-
-
-def log_end(log: Path, lines: int) -> str:
-    with log.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, maxlen=lines)).rstrip()
 
 
 def control_url(details: Mapping[str, Any]) -> str:

@@ -178,13 +178,13 @@ def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor. Raise `InvalidRequest` for a part of a tensor, and for one without the plain bytes that
     engines load."""
-    if _is_sharded(tensor):
+    if hasattr(tensor, "full_tensor"):
         raise InvalidRequest(
             f"named_tensors has {name!r} as a DTensor, a part of a tensor: have all ranks gather it with "
             "full_tensor(), and push from one (docs/trainer_client.md, Sharded models)",
             param="named_tensors",
         )
-    if not _has_bytes(tensor):
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise InvalidRequest(
             f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "
@@ -192,14 +192,6 @@ def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
             param="named_tensors",
         )
     return tensor
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    return not _is_sharded(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
 
 
 def _sent_in(
@@ -243,11 +235,9 @@ def _model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
             param="named_tensors",
         )
     buffers = {clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    first_names = _tied(model)
-    names = defaultdict(list)
-    for name in state:
-        names[first_names.get(name, name)].append(name)
-    # A hook of the state_dict may leave out any of a tensor's names, also the first.
+    names: dict[int, list[str]] = defaultdict(list)  # of one tensor, several where it is tied
+    for name, one in state.items():
+        names[id(one)].append(name)
     return [NamedOnes(tuple(group), state[group[0]], group[0] in buffers) for group in names.values()]
 
 
@@ -265,13 +255,3 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             param="named_tensors",
         )
     return model
-
-
-def _tied(model: torch.nn.Module) -> dict[str, str]:
-    """Return the first name of each tied tensor, by its further names."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (before := first.setdefault(id(parameter), clean(name))) != clean(name):
-            tied[clean(name)] = before
-    return tied

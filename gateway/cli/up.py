@@ -135,7 +135,7 @@ def _application_before(api: ServeApi, name: str, report: Report) -> dict[str, A
     if before is None or has_running_engine(before):
         return before
     report.note(f"{name} has no running engine ({before['status']}): removing it before it is deployed again")
-    delete(api, name, report)
+    delete(api, name, before, report)
     return None
 
 

@@ -5,7 +5,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, HTTPException, Response
-from fastapi.responses import RedirectResponse
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
@@ -38,16 +37,6 @@ class Control:
 
     def __init__(self, gateway: DeploymentHandle) -> None:
         self._gateway = gateway
-
-    @api.get("/", include_in_schema=False)
-    async def dashboard(self) -> RedirectResponse:
-        """Lead to the page of the gateway, which runs at the rollout URL."""
-        return RedirectResponse((await self.url())["url"] + "/dashboard")
-
-    @api.get("/docs", include_in_schema=False)
-    async def docs(self) -> RedirectResponse:
-        """Lead to the list of the gateway's routes."""
-        return RedirectResponse((await self.url())["url"] + "/openapi.json")
 
     @api.get("/status")
     async def status(self) -> dict[str, Any]:

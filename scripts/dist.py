@@ -3,7 +3,7 @@
     python -m scripts.dist
 
 The wheel is installed alone into an environment of its own. There its packages are imported, and its command prints its
-version and writes out an example, which it finds valid.
+version and writes out the examples, of which it finds one valid.
 """
 
 import os
@@ -57,7 +57,7 @@ def try_out(wheel: Path, folder: Path) -> None:
     version = wheel.name.split("-")[1]
     if run("rollout-gateway", "--version") != f"rollout-gateway {version}\n":
         sys.exit(f"dist: the command of {wheel.name} prints another version than {version}")
-    run("rollout-gateway", "example", EXAMPLE)
+    run("rollout-gateway", "example")
     print(run("rollout-gateway", "config", "validate", "-c", f"examples/{EXAMPLE}"), end="")
 
 

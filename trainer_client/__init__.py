@@ -5,9 +5,8 @@ from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
 from trainer_client.client import RolloutClient
 from trainer_client.results import Completion, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
-from trainer_client.sessions.blocking import BlockingSessionGroups
 from trainer_client.sessions.calls import Sessions
-from trainer_client.sessions.groups import SessionGroup, SessionGroups
+from trainer_client.sessions.groups import BlockingSessionGroups, SessionGroup, SessionGroups
 from trainer_client.sessions.records import Session
 from trainer_client.sessions.trajectories import Trajectory, trajectories_of
 from trainer_client.transports.sender import WeightSender

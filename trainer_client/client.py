@@ -8,7 +8,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,10 +21,9 @@ from engines.errors import (
 )
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import GatewayHttp, Json
-from trainer_client.results import Rollout, read_rollout
+from trainer_client.results import Rollout, ServedWeights, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
-from trainer_client.served import ServedWeights
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
@@ -104,7 +103,7 @@ class RolloutClient:
         timeout_s: limit on every prompt from now on; a late prompt fails with `DeadlineExceeded`.
         """
         sampling = sampling or SamplingParams()
-        checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
+        checked = _checked_prompts(prompts)
         of_prompts = _checked_sessions(sessions, len(checked))
         asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
         rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
@@ -144,14 +143,9 @@ class RolloutClient:
     async def call(self, method: str, path: str, body: Json | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> Json:
         """Call any route, such as POST /pause?mode=keep, and return its reply. A POST is made again only if it cannot
         have arrived: a second one would wait for a broadcast that is over."""
-        retries = Retries(1, min(timeout_s, self._outage_s), timeout_s, now() + timeout_s)
-        while True:
-            try:
-                return await self._http.call(method, path, body, timeout_s=retries.left_s)
-            except RolloutGatewayError as error:
-                if isinstance(error, GatewayUnreachable) and error.arrived and method == "POST":
-                    raise
-                await retries.pause(error)
+        limit_s, is_again = min(timeout_s, self._outage_s), method != "POST"
+        retries = Retries(1, limit_s, timeout_s, now() + timeout_s, is_again=is_again)
+        return await retries.run(lambda left_s: self._http.call(method, path, body, timeout_s=left_s))
 
     async def status(self) -> Json:
         """Return the gateway's /status: replicas with their states, queues, the weight version."""
@@ -172,37 +166,27 @@ class RolloutClient:
     async def _rollout(
         self, index: int, body: Json, headers: dict[str, str], timeout_s: float, deadline: float
     ) -> Rollout:
-        """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
-        last: RolloutGatewayError | None = None
+        """Return one prompt's completions from the first successful attempt. Raises the last attempt's error with this
+        prompt's index: its request had one prompt."""
+        where, retries = f"prompt[{index}]", Retries(self._attempts, self._outage_s, timeout_s, deadline)
+
+        async def ask(_: float) -> Rollout:
+            reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
+            return read_rollout(reply, index, body["n"])
+
         try:
             async with asyncio.timeout_at(deadline), self._room:
-                retries = Retries(self._attempts, self._outage_s, timeout_s, deadline)
-                while True:
-                    try:
-                        reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
-                        return read_rollout(reply, index, body["n"])
-                    except RolloutGatewayError as error:
-                        last = error
-                        await _pause(retries, error, index)
+                return await retries.run(ask)
+        except RolloutGatewayError as error:
+            message = str(error).replace("prompt[0]", where)
+            tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
+            error.args = (("" if where in message else f"{where}: ") + message + tried,)
+            raise
         except TimeoutError as error:
             asked = (f"{key} = {body[key]}" for key in ("min_version", "max_staleness") if key in body)
             demands = "".join(f"; it requires {demand}" for demand in asked)
-            met = f"; the attempt before it: {last}" if last else ""
-            raise DeadlineExceeded(
-                f"prompt[{index}]: no completions within timeout_s = {timeout_s:g}{demands}{met}"
-            ) from error
-
-
-async def _pause(retries: Retries, error: RolloutGatewayError, index: int) -> None:
-    """Pause until the next attempt. Raise the last error with this prompt's index: its request had one prompt."""
-    try:
-        await retries.pause(error)
-    except RolloutGatewayError:
-        message = str(error)
-        own = message.replace("prompt[0]", f"prompt[{index}]")
-        tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
-        error.args = ((own if own != message else f"prompt[{index}]: {message}") + tried,)
-        raise
+            met = f"; the attempt before it: {retries.last}" if retries.last else ""
+            raise DeadlineExceeded(f"{where}: no completions within timeout_s = {timeout_s:g}{demands}{met}") from error
 
 
 def _checked_url(url: str) -> str:
@@ -217,35 +201,23 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _checked_prompts(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
-        raise InvalidRequest("prompts is a string: give a list of prompts", param="prompts")
-    if len(prompts) == 0:
-        raise InvalidRequest("prompts is empty: give at least one prompt", param="prompts")
-    return prompts
+def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
+    """Return the prompts as JSON can hold them."""
+    given = [] if isinstance(prompts, str) else prompts
+    try:
+        plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in given]
+        return msgspec.convert(plain, Annotated[list[str | list[int]], msgspec.Meta(min_length=1)])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"prompts is {prompts!r:.80}: give a list of texts, or of flat sequences of whole numbers ({error})",
+            param="prompts",
+        ) from None
 
 
 def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Sequence[str]:
     if sessions is not None and len(sessions) != num_prompts:
         raise InvalidRequest(f"sessions has {len(sessions)} ids for {num_prompts} prompts", param="sessions")
     return sessions or [""] * num_prompts
-
-
-def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
-    """Return the prompt as JSON can hold it."""
-    if isinstance(prompt, str):
-        return prompt
-    token_ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    token_ids = list(token_ids) if isinstance(token_ids, Sequence) else token_ids
-    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
-        raise InvalidRequest(
-            f"prompts[{index}] is {_shown(prompt)}: give text, or a flat sequence of whole numbers", param="prompts"
-        )
-    return token_ids
-
-
-def _shown(prompt: Prompt) -> str:
-    return f"a {type(prompt).__name__} ({str(prompt)[:60]})"
 
 
 def _states(body: Any) -> str:

@@ -138,10 +138,8 @@ class GatewayHttp:
             reason = str(error) or type(error).__name__
             raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {reason}", arrived=arrived) from error
         except TimeoutError as error:
-            raise self._late(path, timeout.total or 0) from error
-
-    def _late(self, path: str, timeout_s: float) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s:g} s")
+            limit_s = timeout.total or timeout.sock_read or 0
+            raise DeadlineExceeded(f"{self.url}: no answer to {path} within {limit_s:g} s") from error
 
     async def _read(self, path: str, response: aiohttp.ClientResponse) -> Answer:
         """Return the answer. Raise `ConfigError` for a redirect, which would have a POST repeated as a GET."""

@@ -1,11 +1,13 @@
-"""Rollouts and their completions, as arrays with weight versions."""
+"""Rollouts and their completions, as arrays with weight versions, and the served weights."""
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import EngineFailed
+from engines.types import TensorMeta
 from trainer_client.http import Json
 
 
@@ -59,6 +61,20 @@ class Rollout:
     """The engine's, also for a text prompt."""
     completions: tuple[Completion, ...] = ()
     error: Exception | None = None
+
+
+class ServedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy's weights, as GET /v1/weights tells them."""
+
+    model: str
+    tensors: tuple[TensorMeta, ...] | None
+    """Checkpoint names, with the engines' dtypes and shapes; None if no replica could read its checkpoint."""
+    replicas: tuple[Json, ...] = ()
+    """Each has its `replica_id`, and the UUIDs of its `gpus`."""
+    config: str = ""
+    """Content of the checkpoint's config.json."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names of each tensor that the checkpoint stores more than once."""
 
 
 def read_rollout(reply: Json, prompt_index: int, n: int) -> Rollout:

@@ -10,7 +10,9 @@
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from engines.errors import GatewayUnreachable, RolloutGatewayError, TooManyRequests
 from gateway.api import status_of
@@ -18,11 +20,9 @@ from trainer_client.http import CONNECT_TIMEOUT_S
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 _PASSING = (502, 503, 504)
+"""Of errors with which the gateway has given up on the call, so nothing runs twice."""
 
-
-def may_pass(error: RolloutGatewayError) -> bool:
-    """True for an error that allows a retry: the gateway has given up on the call, so nothing runs twice."""
-    return status_of(error) in _PASSING
+T = TypeVar("T")
 
 
 def now() -> float:
@@ -37,8 +37,11 @@ class Retries:
     outage_s: float
     timeout_s: float
     deadline: float
+    is_again: bool = True
+    """False for a call that is not made again where it may have arrived."""
     made: int = 1
     """Attempts so far."""
+    last: RolloutGatewayError | None = None
     _given_up: int = 0
     _outage_began: float | None = None
     _tried_at: float = field(default_factory=now)
@@ -48,28 +51,33 @@ class Retries:
         """Seconds until the deadline."""
         return max(0.001, round(self.deadline - now(), 3))
 
-    async def pause(self, error: RolloutGatewayError) -> None:
+    async def run(self, ask: Callable[[float], Awaitable[T]]) -> T:
+        """Make the call, which is told the seconds that are left, until it succeeds. Raise its last error."""
+        while True:
+            try:
+                return await ask(self.left_s)
+            except RolloutGatewayError as error:
+                self.last = error
+                await self._pause(error)
+
+    async def _pause(self, error: RolloutGatewayError) -> None:
         """Sleep until the attempt after `error`. Raise it where none is due."""
         pause = min(FIRST_PAUSE_S * 2.0 ** min(self.made - 1, 10), LONGEST_PAUSE_S)
         if isinstance(error, TooManyRequests):
             pause = error.retry_after_s + random.uniform(0.0, pause)  # not all prompts at once
-            self._check_time(error, pause)
+            if now() + pause >= self.deadline:
+                late = f"timeout_s = {self.timeout_s:g} ends before the next attempt in {pause:.1f} s"
+                error.args = (f"{error}; Retry-After is {error.retry_after_s:g} s, and {late}",)
+                raise error
         elif isinstance(error, GatewayUnreachable):
             if self._outage_began is None or now() - self._tried_at > CONNECT_TIMEOUT_S:  # reached, and lost again
                 self._outage_began = now()
-            if now() + pause >= self._outage_began + self.outage_s:
+            is_over = now() + pause >= self._outage_began + self.outage_s
+            if is_over or (error.arrived and not self.is_again):
                 raise error
         else:
             self._given_up, self._outage_began = self._given_up + 1, None
-            if not may_pass(error) or self._given_up >= self.attempts:
+            if status_of(error) not in _PASSING or self._given_up >= self.attempts:
                 raise error
         await asyncio.sleep(pause)
         self.made, self._tried_at = self.made + 1, now()
-
-    def _check_time(self, error: TooManyRequests, pause: float) -> None:
-        """Raise the error where the next attempt would be too late."""
-        if now() + pause >= self.deadline:
-            wish = f"Retry-After is {error.retry_after_s:g} s"
-            late = f"timeout_s = {self.timeout_s:g} ends before the next attempt in {pause:.1f} s"
-            error.args = (f"{error}; {wish}, and {late}",)
-            raise error

@@ -13,7 +13,7 @@ _WHERE_SET = ("min_tokens", "ignore_eos")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """`n` completions of each prompt, of at most `max_tokens` tokens. Raises `InvalidRequest` for invalid values.
+    """`n` completions of each prompt, of at most `max_tokens` tokens. The gateway checks the values.
 
     The defaults sample from the model's distribution, so that log-probabilities are the policy's. `top_k` 0 is all
     tokens. `seed` makes samples reproducible. `extra` has other fields of /v1/completions, such as
@@ -38,17 +38,6 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop = {self.stop!r} is a string: give a list of strings", param="stop")
-        for name, least in (("n", 1), ("max_tokens", 1), ("top_k", 0), ("min_tokens", 0), ("temperature", 0)):
-            if getattr(self, name) < least:
-                raise InvalidRequest(f"{name} = {getattr(self, name)!r} must be at least {least}", param=name)
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequest(f"top_p = {self.top_p!r} must be above 0 and at most 1", param="top_p")
-        if self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}", param="min_tokens"
-            )
-        if self.n > 1 and self.temperature == 0:
-            raise InvalidRequest(f"n = {self.n} with temperature = 0 would repeat one completion: use n = 1", param="n")
         if taken := sorted(_OWN & set(self.extra)):
             raise InvalidRequest(f"extra has {taken[0]!r}, which the client sets itself", param=f"extra.{taken[0]}")
 

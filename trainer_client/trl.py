@@ -10,17 +10,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
-from urllib3.util.retry import Retry
 
-from engines.errors import WeightUpdateFailed
 from engines.transfer.gloo import TIMEOUT_S, WeightGroup, address_towards, group_info, send
 from engines.transfer.packing import NamedTensor
 
 _COLLECTIVES = ("/init_weight_transfer_engine", "/update_weights")
-_CALLS = ("/start_weight_update", "/finish_weight_update", "/reset_prefix_cache")
 
 
 def install(timeout_s: float = TIMEOUT_S) -> None:
@@ -45,20 +41,30 @@ def send_packed(
         raise
 
 
+class Endpoint(WeightGroup):
+    """The trainer's end of a group. TRL closes it by `endpoint.group.store = None`."""
+
+    @property
+    def group(self) -> "Endpoint":
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("store", "socket"):
+            self.close()
+        else:
+            super().__setattr__(name, value)
+
+
 class GlooVLLMClient(VLLMClient):
     """TRL's client over gloo. A failed weight call ends the broadcast beside it, with the server's reason."""
 
-    communicator: WeightGroup | None
+    communicator: Endpoint | None
     weight_version: int | None = None
     """The version of the last update; None from a plain vLLM, which does not report it."""
 
     def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        # As TRL repeats its calls, but for statuses: a refusal is raised at once, with its reason.
-        repeated = HTTPAdapter(max_retries=Retry(5, status=0, backoff_factor=2, allowed_methods=None))
-        for route in (*_COLLECTIVES, *_CALLS):
-            self.session.mount(f"{self.base_url}{route}", repeated)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Join the engines in a gloo group. Weights are copied from `device`."""
@@ -69,28 +75,20 @@ class GlooVLLMClient(VLLMClient):
         world_size = self.get_world_size() + 1
         info = group_info(address, self.group_port, world_size)
         self.close_communicator()
-        self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
+        self.communicator = group = Endpoint(address, self.group_port, 0, world_size, self._timeout_s)
         group.listen()
         with ThreadPoolExecutor(max_workers=1) as beside:
             answer = beside.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
             group.join()
             answer.result()
 
-    def close_communicator(self) -> None:
-        """Leave the group; waiting engines are released."""
-        if self.communicator is not None:
-            self.communicator.close()
-            self.communicator = None
-
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         route = url.removeprefix(self.base_url)
         try:
             reply: dict[str, Any] = super()._post(url, **kwargs)
         except Exception as error:  # TRL raises no narrower one
-            if route not in (*_COLLECTIVES, *_CALLS):
-                raise
             if route in _COLLECTIVES and self.communicator is not None:
                 self.communicator.give_up(f"{route} failed: {error}")
-            raise WeightUpdateFailed(f"{route} failed: {error}") from error
+            raise
         self.weight_version = reply.get("weight_version", self.weight_version)
         return reply

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.errors import ConfigError
-from engines.transfer.gloo import TIMEOUT_S, WeightGroup
-from trainer_client.trl import send_packed
+from engines.transfer.gloo import TIMEOUT_S
+from trainer_client.trl import Endpoint, send_packed
 
 
 def install(timeout_s: float = TIMEOUT_S) -> None:
@@ -28,25 +28,11 @@ def install(timeout_s: float = TIMEOUT_S) -> None:
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None  # TRL asks CUDA for its name
 
 
-def open_endpoint(init_info: dict[str, Any], timeout_s: float) -> "Endpoint":
+def open_endpoint(init_info: dict[str, Any], timeout_s: float) -> Endpoint:
     """Join the engines as rank 0, in place of vLLM's `trainer_init`."""
     group = Endpoint(init_info["master_address"], init_info["master_port"], 0, init_info["world_size"], timeout_s)
     group.join()
     return group
-
-
-class Endpoint(WeightGroup):
-    """The trainer's end of a group. TRL closes it by `endpoint.group.store = None`."""
-
-    @property
-    def group(self) -> "Endpoint":
-        return self
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("store", "socket"):
-            self.close()
-        else:
-            super().__setattr__(name, value)
 
 
 class TorchAttention:

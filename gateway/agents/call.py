@@ -25,8 +25,8 @@ class Facts(msgspec.Struct, tag="call", array_like=True, kw_only=True):
 
     `prompt_token_ids` are those after the ids of its parent, in int32, of `prompt_tokens` in all; none where no engine
     renders it. `sampling` and `tools`, which roots alone have, are JSON. `media` are digests of the contents in the
-    whole prompt, in its order. `routed_experts` are the engine's bytes, a file of numpy's. `num_sampled` is the
-    engine's count, where it gave no ids too; the history reads `digest`.
+    whole prompt, in its order. `num_sampled` is the engine's count, where it gave no ids too; the history reads
+    `digest`.
     """
 
     call: int
@@ -50,7 +50,6 @@ class Facts(msgspec.Struct, tag="call", array_like=True, kw_only=True):
     stop_reason: str | int | None = None
     error: Json | None = None
     reward: float | None = None
-    routed_experts: bytes = b""
     num_sampled: int = 0
     digest: bytes = b""
 

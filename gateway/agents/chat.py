@@ -10,7 +10,7 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from engines.raw_json import event
 from gateway.agents.pieces import objects, refusal
-from gateway.agents.turn import Answer, Dialect, Turn
+from gateway.agents.turn import Answer, Dialect, Turn, present
 from gateway.api import body_of
 from gateway.dialects.fields import read_fields
 from gateway.dialects.sampling import check_sampling
@@ -58,8 +58,8 @@ class ChatCompletions(Dialect):
             messages=messages,
             tools=tools,
             tool_choice=(given.tool_choice or "auto") if tools else None,
-            template={name: body[name] for name in _TEMPLATE if body.get(name) is not None},
-            sampling={name: body[name] for name in _SAMPLING if body.get(name) is not None},
+            template=present(**{name: body.get(name) for name in _TEMPLATE}),
+            sampling=present(**{name: body.get(name) for name in _SAMPLING}),
             max_tokens=given.max_completion_tokens or given.max_tokens,
             streams=given.stream,
             echo={"wants_usage": bool(given.stream_options.get("include_usage"))},

@@ -8,17 +8,23 @@ if it begins with all ids of an earlier call, and else it is the root of a new t
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
 
 from engines.engine import Json
-from gateway.agents.digests import SIZE, message_digests, settings_digest
+from engines.raw_json import NO_JSON, decoded
 from gateway.agents.media import media_in
 from gateway.agents.tails import Tail, Tails
 from gateway.agents.turn import Turn, chat_request
 
 # For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
 _MAX_TOKENS = 32_768
+_DIGEST_BYTES = 8
+_bytes = msgspec.json.Encoder(order="sorted").encode
 # Why a turn is a root.
 FIRST = "first"  # a conversation begins: that of a session or a subagent, or the one after a compaction
 CHANGED = "changed"  # the client has sent back other messages than it was given
@@ -66,13 +72,7 @@ class _Match:
     root_reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Following:
-    """A turn after the call that it follows: its prompt, and what of that comes after the call's ids."""
-
-    prompt: Prompt
-    rest: list[int]
-    is_sure: bool
+_UNFOLLOWED: tuple[None, list[int], bool] = None, [], False
 
 
 class History:
@@ -93,21 +93,21 @@ class History:
         """Have later turns follow a call that has ended."""
         self._ends[call] = end
         self._calls[digest] = call
-        self._chains.add(digest[SIZE:])
+        self._chains.add(digest[_DIGEST_BYTES:])
 
     async def prompt(self, turn: Turn, tails: Tails) -> Prompt | None:
         """Return a turn as token ids; None where no engine of its model renders it. Raise the engine's refusal."""
         settings = settings_digest(turn)
         match = self._match(turn, settings)
-        followed = await self._followed(turn, match, settings, tails)
-        if followed and followed.is_sure:
-            return followed.prompt
+        followed, rest, is_sure = await self._followed(turn, match, settings, tails)
+        if is_sure:
+            return followed
         rendered = await tails.rendering.render(chat_request(turn))
         if rendered is None:
             return None
         token_ids = rendered["token_ids"]
-        if followed and token_ids[len(token_ids) - len(followed.rest) :] == followed.rest:
-            return followed.prompt
+        if followed and token_ids[len(token_ids) - len(rest) :] == rest:
+            return followed
         parent = self._parent(array("i", token_ids), match)
         reason = None if parent is not None else match.root_reason or TEMPLATE
         return Prompt(token_ids, parent, reason, _sampling(turn, rendered), rendered.get("features") or None)
@@ -131,29 +131,32 @@ class History:
             reason = CHANGED
         return _Match(call, num_messages, reason)
 
-    async def _followed(self, turn: Turn, match: _Match, settings: bytes, tails: Tails) -> _Following | None:
-        """Return a turn after the call that it follows. None where the whole turn has to be rendered."""
+    async def _followed(
+        self, turn: Turn, match: _Match, settings: bytes, tails: Tails
+    ) -> tuple[Prompt | None, list[int], bool]:
+        """Return the prompt of a turn after the call that it follows, what of it comes after the call's ids, and
+        whether that is sure. `_UNFOLLOWED` where the whole turn has to be rendered."""
         if match.call is None or match.root_reason:
-            return None
+            return _UNFOLLOWED
         before = self._ids_of(match.call)
         end, answer = self._ends[match.call], turn.messages[match.num_messages - 1]
         tail = await tails.after(match.num_messages, turn, settings)
         if tail is None:
-            return None
+            return _UNFOLLOWED
         num_closed = _num_closed(tail, end, before[-1], bool(answer.get("tool_calls")))
         if num_closed is None:
-            return None
+            return _UNFOLLOWED
         rest = tail.token_ids[num_closed:]
         sampling = _sampling(turn, tail.rendered)
         if (room := tails.rendering.room(turn.model)) is not None:
             left = room - len(before) - len(rest)
             if left < 1:
-                return None  # the engine has words for this
+                return _UNFOLLOWED  # the engine has words for this
             if sampling["max_tokens"] >= room - len(tail.rendered["token_ids"]):  # what the stub leaves
                 sampling["max_tokens"] = turn.max_tokens or _MAX_TOKENS
             sampling["max_tokens"] = min(sampling["max_tokens"], left)
         prompt = Prompt(before.tolist() + rest, match.call, None, sampling, None)
-        return _Following(prompt, rest, tail.is_sure(before[: end.num_prompt]))
+        return prompt, rest, tail.is_sure(before[: end.num_prompt])
 
     def _parent(self, token_ids: "array[int]", match: _Match) -> int | None:
         """Return the longest call whose ids a rendered prompt begins with."""
@@ -186,3 +189,52 @@ def _sampling(turn: Turn, rendered: Json) -> Json:
     if turn.max_tokens is None:
         sampling["max_tokens"] = min(sampling["max_tokens"], _MAX_TOKENS)
     return sampling
+
+
+def settings_digest(turn: Turn) -> bytes:
+    """Return the digest of what a template reads beside the messages."""
+    return blake2b(_bytes([turn.model, turn.tools, turn.template]), digest_size=_DIGEST_BYTES).digest()
+
+
+def message_digests(messages: list[Json]) -> Iterator[bytes]:
+    """Yield after each message the digest of it and all before it."""
+    chain = blake2b(digest_size=_DIGEST_BYTES)
+    for message in messages:
+        said = _bytes(_canonical(message))
+        chain.update(len(said).to_bytes(8, "little") + said)
+        yield chain.digest()
+
+
+def _canonical(message: Json) -> list[Any]:
+    """What a message says. Clients drop reasoning, make new ids, move `cache_control`, trim texts, cut them into other
+    parts, and write the arguments of calls in their own JSON."""
+    texts, others = [], []
+    content = message.get("content") or ""
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part.get("type") == "text":
+            texts.append(str(part.get("text", "")))
+        else:
+            others.append({name: value for name, value in part.items() if name != "cache_control"})
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    asked = [[call["name"], _arguments(call.get("arguments"))] for call in calls]
+    return [message["role"], "".join(texts).strip(), others, asked]
+
+
+def _arguments(given: Any) -> Any:
+    try:
+        return _plain(decoded(given or "{}") if isinstance(given, str) else given or {})
+    except NO_JSON:
+        return given
+
+
+def _plain(value: Any) -> Any:
+    """JSON as JavaScript writes it back, which has no other 1.0 than 1."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _plain(item) for name, item in value.items()}
+        case list():
+            return [_plain(item) for item in value]
+        case _:
+            return value

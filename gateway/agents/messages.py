@@ -14,7 +14,7 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from engines.raw_json import NO_JSON, decoded
 from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
-from gateway.agents.turn import Answer, Dialect, Turn
+from gateway.agents.turn import Answer, Dialect, Turn, present
 from gateway.dialects.fields import read_fields
 
 # Claude Code's first block may hold a hash of the request: no two prompts would have a prefix in common.
@@ -25,6 +25,7 @@ _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
 }  # fmt: skip
+_SAMPLING = ("temperature", "top_p", "top_k")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BLOCKS = "a user has text, image and tool_result, the assistant text, thinking and tool_use, each with its fields"
 
@@ -67,15 +68,14 @@ class Messages(Dialect):
         if not messages:
             raise refusal("messages", given.messages, "give at least one message")
         tools = [_tool(tool, where) for where, tool in objects(given.tools, "tools")]
-        sampling: Json = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
-        sampling |= {"stop": given.stop_sequences or None, "thinking_token_budget": _budget(given.thinking)}
+        budget, sampling = _budget(given.thinking), {name: getattr(given, name) for name in _SAMPLING}
         return Turn(
             model=given.model,
             messages=messages,
             tools=tools,
             tool_choice=_tool_choice(given.tool_choice, tools),
             template=_template(given),
-            sampling={name: value for name, value in sampling.items() if value is not None},
+            sampling=present(**sampling, stop=given.stop_sequences or None, thinking_token_budget=budget),
             max_tokens=given.max_tokens,
             streams=given.stream,
         )
@@ -236,23 +236,22 @@ def _tool_choice(choice: Json, tools: list[Json]) -> str | Json | None:
 
 
 def _template(given: _Body) -> Json:
-    template: Json = {}
-    if given.chat_template_kwargs:
-        template["chat_template_kwargs"] = given.chat_template_kwargs
-    if given.tool_choice.get("disable_parallel_tool_use"):
-        template["parallel_tool_calls"] = False
-    if effort := given.output_config.get("effort"):
-        template["reasoning_effort"] = effort
-    if given.thinking.get("type") == "disabled":
-        template["reasoning_effort"] = "none"
-    if asked := given.output_config.get("format"):
-        match asked:
-            case {"type": "json_schema", "schema": dict(schema)}:
-                named_schema = {"name": "json_schema", "schema": schema}
-                template["response_format"] = {"type": "json_schema", "json_schema": named_schema}
-            case _:
-                raise refusal("output_config.format", asked, "give json_schema with its schema")
-    return template
+    is_off = given.thinking.get("type") == "disabled"
+    return present(
+        chat_template_kwargs=given.chat_template_kwargs or None,
+        parallel_tool_calls=False if given.tool_choice.get("disable_parallel_tool_use") else None,
+        reasoning_effort="none" if is_off else given.output_config.get("effort"),
+        response_format=_format(given.output_config.get("format")),
+    )
+
+
+def _format(asked: Any) -> Json | None:
+    match asked:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
+    raise refusal("output_config.format", asked, "give json_schema with its schema")
 
 
 def _budget(thinking: Json) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import InvalidRequest, RolloutGatewayError, shown
 from engines.raw_json import event
+from gateway.agents.turn import present
 from gateway.api import body_of, error_of, shortened, status_of
 
 
@@ -34,8 +35,8 @@ def function(name: Any, description: Any, parameters: Any, where: str, **more: A
     if parameters is not None and not isinstance(parameters, dict):
         raise refusal(f"{where}'s parameters", parameters, "give a JSON schema")
     schema = {"type": "object", **(parameters or {"properties": {}})}
-    about = {"name": name, "description": description, "parameters": schema, **more}
-    return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
+    about = present(name=name, description=description, parameters=schema, **more)
+    return {"type": "function", "function": about}
 
 
 def named(name: Any, tools: list[Json], where: str) -> Json:

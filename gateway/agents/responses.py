@@ -12,7 +12,7 @@ import msgspec
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
-from gateway.agents.turn import Answer, Dialect, Turn
+from gateway.agents.turn import Answer, Dialect, Turn, present
 from gateway.dialects.fields import read_fields
 
 _NEEDS_STORE = {
@@ -70,14 +70,13 @@ class Responses(Dialect):
             raise refusal("input", given.input, "give a text, or at least one item")
         namespaces: Json = {}
         tools = list(_tools(given.tools, "tools", namespaces))
-        sampling = {name: getattr(given, name) for name in _SAMPLING}
         return Turn(
             model=given.model,
             messages=messages,
             tools=tools,
             tool_choice=_tool_choice(given.tool_choice, tools),
             template=_template(given),
-            sampling={name: value for name, value in sampling.items() if value is not None},
+            sampling=present(**{name: getattr(given, name) for name in _SAMPLING}),
             max_tokens=given.max_output_tokens,
             streams=given.stream,
             echo={"fields": {name: body.get(name) for name in _ECHOED}, "namespaces": namespaces},
@@ -227,23 +226,23 @@ def _tool_choice(choice: str | Json, tools: list[Json]) -> str | Json | None:
 
 
 def _template(given: _Body) -> Json:
-    template: Json = {}
-    if given.chat_template_kwargs:
-        template["chat_template_kwargs"] = given.chat_template_kwargs
-    if not given.parallel_tool_calls:
-        template["parallel_tool_calls"] = False
-    if effort := given.reasoning.get("effort"):
-        template["reasoning_effort"] = effort
-    match given.text.get("format") or {"type": "text"}:
-        case {"type": "text"}:
-            pass
+    return present(
+        chat_template_kwargs=given.chat_template_kwargs or None,
+        parallel_tool_calls=None if given.parallel_tool_calls else False,
+        reasoning_effort=given.reasoning.get("effort"),
+        response_format=_format(given.text.get("format")),
+    )
+
+
+def _format(asked: Any) -> Json | None:
+    match asked:
+        case None | {"type": "text"}:
+            return None
         case {"type": "json_object"}:
-            template["response_format"] = {"type": "json_object"}
+            return {"type": "json_object"}
         case {"type": "json_schema", "name": str(name), "schema": dict(schema)}:
-            template["response_format"] = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-        case asked:
-            raise refusal("text.format", asked, "there are text, json_object, and json_schema with name and schema")
-    return template
+            return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+    raise refusal("text.format", asked, "there are text, json_object, and json_schema with name and schema")
 
 
 def _response(

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from array import array
-from base64 import b64decode
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -67,8 +66,6 @@ class Session:
         self.key = head.owner, head.id
         self.calls: list[Call] = []
         self.history = History(self.ids_of)
-        self.was_read = False
-        """True once a reader has had all of it after it was frozen."""
         self.used_at = time.monotonic()
         self.num_bytes = len(msgspec.msgpack.encode(head))
         self.open: dict[int, Call] = {}
@@ -183,7 +180,6 @@ class Session:
             stop_reason=choice.get("stop_reason"),
             prompt_tokens=call.facts.prompt_tokens or usage.get("prompt_tokens") or 0,
             num_sampled=usage.get("completion_tokens") or 0,
-            routed_experts=b64decode(choice.get("routed_experts") or ""),
             digest=b"" if call.reply is None else digest,
         )
         await self.record.written()
@@ -222,7 +218,7 @@ class Session:
         del self.open[call.facts.call]
         if not self.open:
             self._is_idle.set()
-        self.num_bytes += 8 * len(call.token_ids) + len(call.facts.routed_experts)
+        self.num_bytes += 8 * len(call.token_ids)
         if (end := call.end) is not None:
             self.history.add(call.facts.call, call.facts.digest, end)
 
@@ -283,7 +279,7 @@ class Session:
 
     async def read(self) -> AsyncGenerator[list[bytes]]:
         """Yield the calls in order, some at a time, then the end."""
-        is_frozen, calls, media = self.head.is_frozen, list(self.calls), dict(self._media)
+        calls, media = list(self.calls), dict(self._media)
         some: list[bytes] = []
         for call in calls:
             found = [(name, media.pop(name, None)) for name in call.facts.media]  # with the first call that has it
@@ -293,7 +289,6 @@ class Session:
                 yield some
                 some = []
         yield [*some, msgspec.msgpack.encode({"type": "end", "calls": len(calls)})]
-        self.was_read = self.was_read or is_frozen
 
     # Ledger
 

@@ -104,8 +104,6 @@ class Sessions:
             session = self.find(owner, name)
             if not session.head.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
-            if session.was_read:
-                self._metrics.session_tokens.inc(session.num_tokens["trainable"], "delivered")
             self._drop(session)
         await self._ledger.written()
 

@@ -6,7 +6,7 @@ A dialect translates its body to a `Turn`, and an `Answer` to its reply. Message
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
@@ -47,11 +47,17 @@ class Caller:
     is_retry: bool = False
 
 
+def present(**fields: Any) -> Json:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def chat_request(turn: Turn) -> Json:
     """Return a turn as the body of /v1/chat/completions."""
-    asked = {"model": turn.model, "tools": turn.tools, "tool_choice": turn.tool_choice, "max_tokens": turn.max_tokens}
-    given = {name: value for name, value in asked.items() if value not in (None, [])}
-    return {"messages": turn.messages, **given, **turn.template, **turn.sampling}
+    asked = present(
+        model=turn.model, tools=turn.tools or None, tool_choice=turn.tool_choice, max_tokens=turn.max_tokens
+    )
+    return {"messages": turn.messages, **asked, **turn.template, **turn.sampling}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

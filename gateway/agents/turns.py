@@ -10,8 +10,7 @@ from functools import partial
 
 from engines.engine import Json
 from engines.raw_json import opened
-from gateway.agents.history import History, Prompt
-from gateway.agents.session import Session
+from gateway.agents.history import History
 from gateway.agents.sessions import Sessions
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Answer, Caller, Turn, chat_request
@@ -54,7 +53,9 @@ class Turns:
             conversation, reply = self.chat.decode(chat, caller.request_id, caller.placement), None
             rollout, make = conversation.rollout, partial(self._chatted, conversation)
         else:
-            body = _body(turn, prompt, session)
+            sampling = prompt.sampling | ({} if session is None else {"logprobs": 0})
+            body = {"model": turn.model, "token_ids": prompt.token_ids, "sampling_params": sampling}
+            body |= {"features": prompt.features} if prompt.features else {}
             asked = self.tokens.decode(body, caller.request_id, caller.placement, caller.client)
             reply = Reply(prompt.token_ids)
             rollout, make = asked.rollout, partial(self._generated, asked, chat, reply)
@@ -93,18 +94,6 @@ class Turns:
         """Return the choice of token ids, with its message, and the usage."""
         await self.tokens.make(asked, reply)
         [sample] = reply.samples
-        last = sample.last
-        ends = {"finish_reason": sample.reason, "stop_reason": opened(last.get("stop_reason"))}
-        # Of tokens that were read again by another engine it tells other experts than those that sampled them.
-        routed = None if sample.is_resumed else opened(last.get("routed_experts"))
-        choice = {"index": 0, "token_ids": sample.token_ids, "routed_experts": routed, **ends, **sample.marks()}
+        ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
+        choice = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}
         return choice | {"message": await self.rendering.message(chat, asked.body["token_ids"], choice)}, reply.usage
-
-
-def _body(turn: Turn, prompt: Prompt, session: Session | None) -> Json:
-    sampling = prompt.sampling | ({} if session is None else {"logprobs": 0})
-    before = session.calls[prompt.parent] if session and prompt.parent is not None else None
-    if before and before.facts.routed_experts:  # those of all its ids but the last are there
-        sampling["routed_experts_prompt_start"] = before.length - 1
-    body = {"model": turn.model, "token_ids": prompt.token_ids, "sampling_params": sampling}
-    return body | ({"features": prompt.features} if prompt.features else {})

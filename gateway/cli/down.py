@@ -1,16 +1,13 @@
 """`rollout-gateway down`: removal of an application, of the Ray that `up` started, and of all that they leave."""
 
 import contextlib
-import signal
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded
 from engines.store.weight_store import remove_store
-from gateway.cli.cluster.application import deployed_config, running, serve_api
+from gateway.cli.cluster.application import deployed_config, serve_api
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray
 from gateway.cli.cluster.serve_api import ClusterTroubled, ClusterUnreachable, ServeApi
@@ -21,8 +18,6 @@ from gateway.weights.snapshots import in_memory
 _DELETE_TIMEOUT_S = 120.0
 _UNPLACED_DELETE_TIMEOUT_S = 30.0
 """Where replicas have found no place: Serve waits up to ten minutes for their end, though nothing of them runs."""
-_STAY_POLL_S = 5.0
-_STAY_SILENCE_S = 180.0
 
 
 def down(name: str, report: Report) -> bool:
@@ -32,11 +27,14 @@ def down(name: str, report: Report) -> bool:
     """
     api, state = serve_api(name), State.read(name)
     applications: dict[str, Any] = {}
-    application, removed = None, False
+    removed = False
     try:
-        applications = _applications(api)
-        application = applications.get(name)
-        removed = application is not None and delete(api, name, report)
+        applications = api.details()["applications"]
+        if name in applications:
+            delete(api, name, applications[name], report)
+            removed = True
+    except ClusterUnreachable:
+        pass  # nothing of it runs
     except (ClusterTroubled, DeadlineExceeded) as error:
         if state is None or not state.ray_lives:
             raise
@@ -51,60 +49,22 @@ def down(name: str, report: Report) -> bool:
     _remove_ledger(default_folder(name), report)
     if state is not None:
         state.remove()
-    if removed and application is not None:
+    if removed and name in applications:
         with contextlib.suppress(ConfigError):  # that of another release
-            report.note(f"kept: engine logs in {', '.join(_log_folders(application))}")
+            folders = {str(group.log_folder) for group in deployed_config(applications[name]).groups.values()}
+            report.note(f"kept: engine logs in {', '.join(sorted(folders))}")
     return removed
 
 
-def delete(api: ServeApi, name: str, report: Report) -> bool:
-    """Remove the application from Serve; False where Serve does not know it or does not run."""
-    try:
-        if (application := api.application(name)) is None:
-            return False
-        report.step(f"removing {name}")
-        replicas = [replica for found in application["deployments"].values() for replica in found["replicas"]]
-        is_placed = all(replica.get("node_id") for replica in replicas)
-        api.delete(name)
-        timeout_s = _DELETE_TIMEOUT_S if is_placed else _UNPLACED_DELETE_TIMEOUT_S
-        report.wait_until(lambda: api.application(name) is None, timeout_s, f"Serve to remove {name}")
-    except ClusterUnreachable:
-        return False
+def delete(api: ServeApi, name: str, application: Mapping[str, Any], report: Report) -> None:
+    """Remove the application from Serve, whose details of it are `application`."""
+    report.step(f"removing {name}")
+    replicas = [replica for found in application["deployments"].values() for replica in found["replicas"]]
+    is_placed = all(replica.get("node_id") for replica in replicas)
+    api.delete(name)
+    timeout_s = _DELETE_TIMEOUT_S if is_placed else _UNPLACED_DELETE_TIMEOUT_S
+    report.wait_until(lambda: api.application(name) is None, timeout_s, f"Serve to remove {name}")
     report.note(f"removed the application {name} with {len(replicas)} Serve replicas")
-    return True
-
-
-def stay(name: str, report: Report) -> None:
-    """Wait until the application is gone or this process is ended, and then remove what is left of it.
-
-    Raises the error of its Ray when that has not answered for three minutes.
-    """
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = time.monotonic()
-    try:
-        while not ended.wait(_STAY_POLL_S):
-            try:
-                if running(name) is None:
-                    report.step(f"{name} was taken down")
-                    return
-                heard = time.monotonic()
-            except (ClusterUnreachable, ClusterTroubled):
-                if time.monotonic() - heard > _STAY_SILENCE_S:
-                    raise
-        down(name, report)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _applications(api: ServeApi) -> dict[str, Any]:
-    """Return Serve's details of each application by name; empty where it does not run."""
-    try:
-        found: dict[str, Any] = api.details()["applications"]
-    except ClusterUnreachable:
-        return {}
-    return found
 
 
 def _remove_memory(name: str, report: Report) -> None:
@@ -128,7 +88,3 @@ def _remove_ledger(folder: Path, report: Report) -> None:
     else:
         kept = f"kept: the ledger {folder} with {left} sessions, which the next `up` has again"
         report.note(kept if left else f"removed the ledger {folder}")
-
-
-def _log_folders(application: Mapping[str, Any]) -> list[str]:
-    return sorted({str(group.log_folder) for group in deployed_config(application).groups.values()})

@@ -4,9 +4,13 @@ Packages add commands by the entry point `rollout_gateway.commands`, a function 
 """
 
 import json
+import re
+import shutil
 import sys
+from collections import deque
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -15,15 +19,13 @@ import yaml
 
 from engines.errors import RolloutGatewayError, UsageError
 from engines.process.log_lines import write_log_lines
-from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
+from gateway.cli.cluster.application import logs_and_events, running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
-from gateway.cli.down import down, stay
-from gateway.cli.example import list_examples, write_example
+from gateway.cli.down import down
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name, TimeoutS
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.up import up
-from gateway.cli.vllm_serve import OPTIONS, read_options
 from gateway.config.load import explain, load
 from gateway.config.machine import lacks, missing_keys
 from gateway.config.schema import Config
@@ -79,21 +81,6 @@ def up_command(
     print_running(up(load(config, context.args), report, timeout_s))
 
 
-@app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OPTIONS)
-def vllm_serve_command(
-    context: typer.Context,
-    timeout_s: TimeoutS = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when all replicas are ready.")] = False,
-) -> None:
-    """Serve N vLLM replicas with the options of `trl vllm-serve`, until Ctrl-C, and take down what was started."""
-    report = Report()
-    report.step("reading the options")
-    config = read_options(context.args)
-    print_running(up(config, report, timeout_s))
-    if not detach:
-        stay(config.name, Report())
-
-
 @app.command("down", rich_help_panel=RUN)
 def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
@@ -107,9 +94,9 @@ def status_command(name: Name = DEFAULT_NAME, as_json: AsJson = False) -> None:
     found = running(name)
     if found is None:
         raise unknown_application(name)
-    fleet = ask_control_plane(found.control_url, "/status") if found.control_url else None
+    fleet = ask_control_plane(found.control_url, "/status")
     if as_json:
-        print_json({"name": name, **asdict(found), "fleet": fleet})
+        print_json({"name": name, **asdict(found), "fleet": fleet or None})
         return
     print_running(found)
     if fleet:
@@ -128,7 +115,8 @@ def logs_command(
     logs, events = logs_and_events(name, replica)
     for log in logs:
         print(f"==> {log} <==")
-        print(log_end(log, lines))
+        with log.open(encoding="utf-8", errors="replace") as file:
+            print("".join(deque(file, maxlen=lines)).rstrip())
     print_events(events)
 
 
@@ -139,16 +127,26 @@ def build_command(context: typer.Context, config: File = None) -> None:
 
 
 @app.command("example", rich_help_panel=RUN)
-def example_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An example's file; lists them if left out.")] = "",
-) -> None:
-    """List the examples, or write one and the files that it names below ./examples."""
-    if name:
-        for path in write_example(name, Path()):
-            print(path)
-        return
-    for file, title in list_examples():
-        print(f"{file:<40} {title}")
+def example_command() -> None:
+    """Write the package's examples below ./examples, and list them. Files that are there stay."""
+    package, mine = Path(str(files("gateway"))), Path("examples")
+    # The wheel has them inside the package, a checkout beside it.
+    root = next(folder for folder in (package / "examples", package.parent / "examples") if folder.is_dir())
+
+    def copied(source: str, target: str) -> None:
+        if not Path(target).exists():
+            shutil.copy(source, target)
+
+    shutil.copytree(root, mine, ignore=shutil.ignore_patterns("__pycache__"), copy_function=copied, dirs_exist_ok=True)
+    for path in sorted(mine.rglob("*")):
+        if path.suffix in (".yaml", ".py", ".sh"):
+            print(f"{path!s:<48} {_title(path)}")
+
+
+def _title(path: Path) -> str:
+    """Return the first words of an example."""
+    lines = [line.lstrip('# "') for line in path.read_text(encoding="utf-8").splitlines()]
+    return re.split(r"[.:,;](?:\s|$)", next(line for line in lines if line and not line.startswith("!")))[0]
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

@@ -1,25 +1,20 @@
 """Output of the commands: reports as lines, tables and JSON."""
 
 import json
-import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from gateway.cli.cluster.application import Running
 
 _LABEL_WIDTH = 24
 _EVENTS = 10
-_GAP = "  "
 _COLUMNS = {
     "label": "replica", "state": "state", "weight_version": "version", "samples_in_flight": "samples",
-    "restarts": "restarts", "uptime_s": "up, s", "reason": "reason", "gpu_ids": "GPUs", "pid": "PID", "model": "model",
-    "replica_id": "id", "url": "url",
+    "restarts": "restarts", "uptime_s": "up, s", "gpu_ids": "GPUs", "model": "model", "reason": "reason",
 }  # fmt: skip
-_DEATHS_S = 3600.0
+"""Those of a terminal's width; --json has all."""
 
 
 def print_running(found: Running) -> None:
@@ -79,9 +74,7 @@ def print_fleet(fleet: dict[str, Any]) -> None:
         _print_row("last start", f"{last['label']}, {describe_start(last['start'])}")
     rows = [[_cell(replica, column) for column in _COLUMNS] for replica in fleet["replicas"]]
     _print_table([list(_COLUMNS.values()), *rows])
-    hour = time.time() - _DEATHS_S
-    deaths = [one for one in fleet["events"][:-_EVENTS] if " -> LOST" in one["text"] and one["at"] > hour]
-    print_events([*deaths[-_EVENTS:], *fleet["events"][-_EVENTS:]])
+    print_events(fleet["events"][-_EVENTS:])
 
 
 def print_events(events: Sequence[dict[str, Any]]) -> None:
@@ -94,7 +87,7 @@ def _cell(replica: dict[str, Any], column: str) -> str:
     value = replica[column]
     if isinstance(value, list):
         value = ",".join(map(str, value))
-    shown = "-" if value in (None, "") or (column, value) == ("pid", 0) else str(value)
+    shown = "-" if value in (None, "") else str(value)
     return f"{shown}{' (frozen)' if column == 'model' and replica['frozen'] else ''}"
 
 
@@ -103,13 +96,9 @@ def _print_row(label: str, value: Any) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """A terminal has the first columns that it has room for."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    ends = accumulate(width + len(_GAP) for width in widths)
-    room = sum(edge is None or end - len(_GAP) <= edge for end in ends)
     for row in rows:
-        print(_GAP.join(map(str.ljust, row[:room], widths)).rstrip())
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def print_json(value: Any) -> None:

@@ -1,12 +1,13 @@
 """`rollout-gateway up`: a Ray head where none runs, and the Serve application on it."""
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
 from gateway.cli.cluster.application import Running, met_by_the_gateway, wait_for_serve
 from gateway.cli.cluster.changes import changes, has_running_engine, scaled
-from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi
@@ -63,13 +64,42 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
     Files and ports of other machines are not seen from here.
     """
     nodes, details, cpus = api.nodes(), api.details(), misplaced(config, api.nodes("CPU"), "CPU")
-    if not all(is_here(address) for address, _ in nodes):
+    # A forwarded port makes any cluster's dashboard look local.
+    if any(error for address, _ in nodes for error in _failures("", address, "", 0)):
         _refuse([*misplaced(config, nodes), *cpus])
         return
     deployed = (details["applications"].get(config.name) or {}).get("deployed_app_config")
     serve_port = details.get("http_options", {}).get("port")  # none before Serve has run
     ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, serve_port)
     _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *cpus, *ports])
+
+
+def unbindable(config: Config, gateway_port: int | None = None, serve_port: int | None = None) -> list[str]:
+    """List the addresses of the gateway and of Serve's proxy that cannot be bound, with the remedy: Serve would find
+    them after its start alone. A running gateway has `gateway_port` already, and a running Serve `serve_port`."""
+    gateway, serve = config.gateway, config.serve
+    found: list[str] = []
+    if gateway.port != gateway_port:
+        found += _failures("gateway.host", gateway.host, "gateway.port", gateway.port)
+    if serve.proxy_location != "Disabled" and serve.http_port != serve_port:
+        found += _failures("serve.http_host", serve.http_host, "serve.http_port", serve.http_port)
+    return found
+
+
+def _failures(host_key: str, host: str, port_key: str, port: int) -> Iterator[str]:
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with closing(socket.socket(family, kind)) as probe:
+                # As servers do it: an address whose last connections have just been closed is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        yield (
+            f"{host_key} = {host!r}, {port_key} = {port}: cannot be bound here ({error.strerror}): "
+            f"set another {port_key} or {host_key}, or end the process that listens there"
+        )
 
 
 def _refuse(reasons: Sequence[str]) -> None:
@@ -105,7 +135,7 @@ def _application_before(api: ServeApi, name: str, report: Report) -> dict[str, A
     if before is None or has_running_engine(before):
         return before
     report.note(f"{name} has no running engine ({before['status']}): removing it before it is deployed again")
-    delete(api, name, report)
+    delete(api, name, before, report)
     return None
 
 

@@ -7,18 +7,18 @@ _ANY = ("0.0.0.0", "::", "")
 _ELSEWHERE = ("192.0.2.1", 9)
 
 
-def url_of(host: str, port: int, *, tls: bool = False) -> str:
+def url_of(host: str, port: int) -> str:
     """Return the URL under which others reach a socket bound to `host`; for all addresses, that of the main one."""
-    host = own_address(*_ELSEWHERE) if host in _ANY else host
-    return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
+    host = _own_address() if host in _ANY else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def own_address(host: str, port: int) -> str:
-    """Return our address on the way to another machine, or the host's name where there is no way there."""
+def _own_address() -> str:
+    """Return our address on the way to other machines, or the host's name where there is no way there."""
     # A datagram socket that is connected sends nothing yet.
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, port))
+            probe.connect(_ELSEWHERE)
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])

@@ -31,8 +31,7 @@ def lacks(
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
     has = f"{present:g} GPUs" if present else "no GPU"
     misfits = [f"{error}. This machine has {has}" for error in misplaced(config, [("this machine", present)])]
-    certificate = _error(config.gateway.tls.read) if config.gateway.tls.is_on else []
-    return [*models_missing(config), *misfits, *certificate] or _engines(config)
+    return [*models_missing(config), *misfits] or _engines(config)
 
 
 def models_missing(config: Config) -> Iterator[str]:

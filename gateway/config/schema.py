@@ -1,7 +1,6 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
 import re
-import ssl
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,15 +26,13 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def _one_place(file: str | None) -> str | None:
-    if file is not None and not Path(file).is_absolute():
+    if file not in (None, "auto") and not Path(str(file)).is_absolute():
         raise ValueError(f"{file!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
     return file
 
 
-OnePlace = Annotated[str | None, AfterValidator(_one_place)]
-"""An absolute path, or nothing."""
-AutoPlace = Annotated[str | None, AfterValidator(lambda file: file if file == "auto" else _one_place(file))]
-"""The same, or a place of the gateway's choice."""
+AutoPlace = Annotated[str | None, AfterValidator(_one_place)]
+"""An absolute path, nothing, or a place of the gateway's choice."""
 
 
 def _sendable(key: SecretStr) -> SecretStr:
@@ -49,37 +46,6 @@ def _sendable(key: SecretStr) -> SecretStr:
 
 
 Key = Annotated[Secret, AfterValidator(_sendable)]
-
-
-class TlsConfig(Section):
-    """TLS of the rollout URL. Both files are read when the gateway starts."""
-
-    certificate: OnePlace = None
-    """Absolute path of the certificate with its chain, PEM; without it the gateway speaks plain HTTP."""
-    key: OnePlace = None
-    """Absolute path of the certificate's key, PEM."""
-
-    @model_validator(mode="after")
-    def _certificate_and_key(self) -> "TlsConfig":
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key belong together: set both, or neither")
-        return self
-
-    @property
-    def is_on(self) -> bool:
-        return self.certificate is not None
-
-    def read(self) -> ssl.SSLContext:
-        """Return the context of a server. Raise `ConfigError` where the files hold no certificate and its key."""
-        assert self.certificate is not None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            # Without a password OpenSSL would ask for that of a key at a terminal, and wait.
-            context.load_cert_chain(self.certificate, self.key, password="")
-        except (OSError, ssl.SSLError) as error:
-            files = f"{self.certificate} and {self.key}"
-            raise ConfigError(f"gateway.tls: {files} hold no certificate with its key: {error}") from error
-        return context
 
 
 class SessionsConfig(Section):
@@ -118,7 +84,6 @@ class GatewayConfig(Section):
     """Folder that brings batches and sessions over a restart of the gateway, on a local disk; null keeps them
     in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger."""
     sessions: SessionsConfig = SessionsConfig()
-    tls: TlsConfig = TlsConfig()
 
 
 class FleetConfig(Section):

@@ -34,16 +34,11 @@ class Given:
     tree: Tree = field(default_factory=dict)
     places: dict[Key, tuple[Origin, str]] = field(default_factory=dict)
 
-    def value(self, key: Key) -> Any:
-        """Return the value at `key`. Raise `LookupError` or `TypeError` where there is none."""
-        here: Any = self.tree
-        for part in key:
-            here = here[part]
-        return here
-
     def has(self, key: Key) -> bool:
+        here: Any = self.tree
         try:
-            self.value(key)
+            for part in key:
+                here = here[part]
         except (LookupError, TypeError):
             return False
         return True
@@ -60,12 +55,12 @@ class Given:
         below = [leaf for leaf, _ in leaves(value, key)] if isinstance(value, dict) else []
         self.places |= dict.fromkeys((key, *below), (origin, place))
 
-    def put_text(self, key: Key, value: Any, origin: Origin, place: str) -> None:
-        """Put a value that is read as on the command line."""
+    def put_text(self, key: Key, text: str, origin: Origin, place: str) -> None:
+        """Put a value that is read from text."""
         try:
-            self.put(key, parse_value(value, field_at(key)), origin, place)
+            self.put(key, parse_value(text, field_at(key)), origin, place)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{place}: {dotted(key)}: {value!r} is not a YAML value") from error
+            raise ConfigError(f"{place}: {dotted(key)}: {text!r} is not a YAML value") from error
 
 
 def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
@@ -163,15 +158,8 @@ def put_overrides(given: Given, arguments: Sequence[str]) -> None:
         given.put_text(tuple(name.removeprefix("--").split(".")), value, "cli", f"argument {name}")
 
 
-def parse_value(text: Any, field: FieldInfo | None) -> Any:
-    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list.
-
-    Items of a list are YAML by themselves; anything else was parsed before.
-    """
-    if isinstance(text, list):
-        return [yaml.safe_load(item) if isinstance(item, str) else item for item in text]
-    if not isinstance(text, str):
-        return text
+def parse_value(text: str, field: FieldInfo | None) -> Any:
+    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -85,7 +85,7 @@ class Metrics:
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of delivered completions.", "model")
         self.completion_tokens = count("completion_tokens", "Tokens of delivered completions.", "model")
         self.session_tokens = count(
-            "session_tokens", "Tokens of agents' sessions: sampled, captured, delivered for training.", "step"
+            "session_tokens", "Tokens of agents' sessions: sampled, and captured as ids.", "step"
         )
         self.masked_session_tokens = counter(
             "masked_session_tokens", "Sampled tokens of sessions that do not count in training, by reason.", ["reason"]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from ssl import SSLContext
 from typing import TypeVar
 
 import structlog
@@ -121,7 +120,7 @@ class Listener:
         await runner.setup()
         try:
             host, port = await listen(runner, config.gateway)
-            url = url_of(host, port, tls=config.gateway.tls.is_on)
+            url = url_of(host, port)
             # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
             gc.collect()
             gc.freeze()
@@ -134,23 +133,20 @@ class Listener:
 
 
 class Door(web.BaseSite):
-    """Listens for the clients of an application, with TLS where it has a context."""
+    """Listens for the clients of an application."""
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None) -> None:
-        super().__init__(runner, ssl_context=context, backlog=_BACKLOG)
+    def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
+        super().__init__(runner, backlog=_BACKLOG)
         self._address = host, port
 
     @property
     def name(self) -> str:
-        scheme = "https" if self._ssl_context else "http"
-        return "{}://{}:{}".format(scheme, *self._address)
+        return "http://{}:{}".format(*self._address)
 
     async def start(self) -> None:
         await super().start()
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog
-        )
+        self._server = await loop.create_server(self._connection, *self._address, backlog=self._backlog)
         for listening in self._server.sockets:
             with socket.socket(fileno=os.dup(listening.fileno())) as ours:  # uvloop's own has no options
                 ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
@@ -193,9 +189,8 @@ class Connection(RequestHandler):
 
 async def listen(runner: web.AppRunner, gateway: GatewayConfig) -> tuple[str, int]:
     """Begin to serve an application; return the address. Raise `ConfigError` for one that cannot be bound."""
-    context = gateway.tls.read() if gateway.tls.is_on else None
     try:
-        await Door(runner, gateway.host, gateway.port, context).start()
+        await Door(runner, gateway.host, gateway.port).start()
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(

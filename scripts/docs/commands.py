@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from gateway.cli.vllm_serve import KEYS
 from gateway.config.schema import Config
 from scripts.docs.pages import ROOT, Page, Place, doc_paths, heads, read_page
 from scripts.docs.parsers import Refusal, check_verb, parse_module, parse_verb
@@ -29,7 +28,6 @@ _EXAMPLES = {"N": "1", "{pid}": "1", "GATEWAY_PID": "1", "X.Y.Z": "0.9.1"}
 """Numbers for placeholders that stand where a parser wants one."""
 _KEY = re.compile(r"^(?:--)?((?:gateway|engine|engines|fleet|weights|serve)(?:\.(?!py\b)\w+)+)(?:=.*)?$")
 _VERB = re.compile(r"[a-z][a-z-]*")
-_VLLM_SERVE_OWN = {"timeout_s", "detach"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +130,7 @@ def _wrong_verb(words: Sequence[str], *, is_whole: bool) -> Iterator[str]:
     except Refusal as refusal:
         yield f"{shlex.join(['rollout-gateway', *words])}: {refusal}"
         return
-    yield from _wrong_options(rest, _vllm_options() if verbs == ["vllm-serve"] else set(), " ".join(verbs))
-
-
-def _vllm_options() -> set[str]:
-    names = KEYS.keys() | _VLLM_SERVE_OWN
-    return {f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))}
+    yield from _wrong_options(rest, set(), " ".join(verbs))
 
 
 def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:

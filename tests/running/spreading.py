@@ -12,7 +12,6 @@ _LOAD_VLLM = (
     "tests/engines/inside_vllm/test_plugin.py",
     "tests/examples/test_tiny_model.py",  # transformers alone, which vLLM loads too
     "tests/gateway/http/test_openai_client.py",  # OpenAI's client alone, which vLLM loads too
-    "tests/gateway/cli/test_vllm_serve.py",
     "tests/trainer_client/transports/test_tensors.py",  # transformers
     "tests/trainer_client/test_trl.py",
 )

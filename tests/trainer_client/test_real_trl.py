@@ -36,7 +36,7 @@ RATIO = "sampling/importance_sampling_ratio"
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    # As vllm-serve has it: AsyncGRPO asks for the model by the name that the recipe gives it.
+    # AsyncGRPO asks for the model by the name that the recipe gives it.
     levers = {"num_replicas": 2, "served_model_name": str(COMMITTED.relative_to(ROOT))}
     levers |= {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
     engine = engine_config(COMMITTED, tmp_path_factory.mktemp("logs")).model_copy(update=levers)
@@ -49,8 +49,8 @@ def recipe(heading: str, url: str) -> str:
     page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert "http://127.0.0.1:8000" in code
-    code = code.replace("http://127.0.0.1:8000", url)
+    assert "http://127.0.0.1:8100" in code
+    code = code.replace("http://127.0.0.1:8100", url)
     return str(code.replace('vllm_mode="server"', f'vllm_mode="server", vllm_group_port={free_port()}'))
 
 

@@ -15,7 +15,6 @@ from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
 from tests.rigs.stories.played_gateway import TIMEOUT_S, PlayedGateway
 from trainer_client import trl as gloo_trl
-from trainer_client.trl_async import Endpoint
 
 pytestmark = pytest.mark.vllm
 
@@ -48,7 +47,7 @@ def test_a_refusal_ends_rendezvous_and_broadcast_at_once_with_the_reason(gateway
 
 
 def test_trl_lets_go_of_the_group_of_its_asynchronous_trainer_by_its_store() -> None:
-    endpoint = Endpoint("127.0.0.1", free_port(), 0, 1, 5.0)
+    endpoint = gloo_trl.Endpoint("127.0.0.1", free_port(), 0, 1, 5.0)
     endpoint.join()
     endpoint.group.store = None
     with pytest.raises(Exception, match="closed the group"):

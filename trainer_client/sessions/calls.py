@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
-from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, UnknownRoute
+from engines.errors import DeadlineExceeded, GatewayUnreachable, UnknownRoute
 from trainer_client.client import RolloutClient
 from trainer_client.http import Json
 from trainer_client.retries import Retries, now
@@ -95,11 +95,7 @@ class Sessions:
         retries = Retries(_ATTEMPTS, self._outage_s, limit_s, now() + limit_s)
         try:
             async with asyncio.timeout(limit_s):
-                while True:
-                    try:
-                        return await ask(retries.left_s)
-                    except RolloutGatewayError as error:
-                        await retries.pause(error)
+                return await retries.run(ask)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._http.url} has not answered within {limit_s:g} s") from error
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engines.errors import InvalidRequest, RolloutGatewayError, UnknownRoute
+from trainer_client.blocking import BlockingRolloutClient, _Blocking, _each
 from trainer_client.client import RolloutClient
 from trainer_client.sessions.calls import OpenSession, Sessions
 from trainer_client.sessions.records import Session
@@ -185,3 +186,13 @@ class SessionGroups(Generic[T]):
         with suppress(RolloutGatewayError, TimeoutError):
             async with asyncio.timeout(_DROP_TIMEOUT_S):
                 await asyncio.gather(*map(self._sessions.drop, names))
+
+
+class BlockingSessionGroups(_Blocking[SessionGroups[Any]]):
+    """`SessionGroups` as a blocking iterator with the same arguments. `run` is a coroutine function, and it and `tasks`
+    run on the client's thread."""
+
+    def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
+        super().__init__(SessionGroups(client._inner, *args, **kwargs), client._thread)
+
+    __iter__ = _each(SessionGroups.__aiter__)

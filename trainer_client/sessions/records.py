@@ -60,9 +60,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     """Of roots alone: a call has the tools of its root."""
     media: list[Media] = []
     """Of the whole prompt, in its order."""
-    routed_experts: bytes = b""
-    """A file of numpy's [rows, layers, experts a token], as the engine gave it: the last rows of all ids but the last
-    one, and at least those from the parent's last id on."""
     reward: float | None = None
     error: Json | None = None
 

@@ -1,10 +1,8 @@
 """The rows of a session: each path of its calls, with a mask by which each sampled token is trained once."""
 
-import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +37,6 @@ class Trajectory:
     """The session's."""
     finish_reason: str | None
     """Of its last call; "abort" where a call after it was cut off or failed."""
-    routed_experts: NDArray[Any] | None
-    """[ids - 1, layers, experts a token]: those of each of its ids but the last; None where an engine told none."""
 
     @property
     def trainable(self) -> int:
@@ -140,19 +136,7 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
         rewards=rewards,
         reward=session.reward,
         finish_reason="abort" if is_broken_off else path[-1].finish_reason,
-        routed_experts=_routed_experts(path),
     )
-
-
-def _routed_experts(path: list[Call]) -> NDArray[Any] | None:
-    parts, num_known, num_read = list[NDArray[Any]](), 0, 0
-    for call in path:
-        num_read = call.prompt_tokens + len(call.token_ids) - 1
-        if call.routed_experts:
-            told = np.load(io.BytesIO(call.routed_experts), allow_pickle=False)
-            parts.append(told[max(0, len(told) - (num_read - num_known)) :])
-            num_known += len(parts[-1])
-    return np.concatenate(parts) if parts and num_known == num_read else None
 
 
 def _logprobs(call: Call) -> NDArray[np.float32]:

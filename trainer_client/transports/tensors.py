@@ -4,6 +4,7 @@ A model, a mapping or a sequence is one part. An iterator may create its tensors
 and one part is held at a time.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,24 @@ from engines.checkpoint.names import CheckpointNames, Ties, checkpoint_names, cl
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
-from trainer_client.served import ServedWeights
-from trainer_client.transports.model_tensors import NamedOnes, model_tensors
+from trainer_client.results import ServedWeights
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
 PART_BYTES = 1 << 30
 """Size at which a part of an iterator ends."""
+_ADAPTERS = re.compile(r"\.(lora_[A-Za-z_]+|base_layer|ia3_l|ln_tuning_layers|hada_\w+|vera_\w+|oft_\w+)\.")
+"""Names of PEFT's wrappers."""
+_PARALLEL = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedOnes:
+    """A tensor with all its names, several if tied. `is_buffer` is False for parameters."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +139,7 @@ def _are_equal(first: Entry, second: Entry) -> bool:
 
 def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
-        yield model_tensors(source)
+        yield _model_tensors(source)
     elif isinstance(source, Iterator):
         yield from _bounded(map(_checked, source))
     elif not isinstance(source, Iterable):
@@ -137,7 +149,7 @@ def _parts(source: Source) -> Iterator[list[NamedOnes]]:
             param="named_tensors",
         )
     else:
-        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
+        yield [_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)]
 
 
 def _checked(named: Any) -> NamedOnes:
@@ -153,21 +165,6 @@ def _checked(named: Any) -> NamedOnes:
     )
 
 
-def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
-    """Merge tensors at one place in memory, such as tied weights of a state_dict, into one with several names."""
-    names: dict[Any, list[str]] = defaultdict(list)
-    for one in part:
-        names[_place(one.tensor)] += one.names
-    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Return what two tensors at one place have in common. Tensors without bytes here have no place."""
-    if not (_has_bytes(tensor) and tensor.numel()):
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
     """Return its served names; a tied weight has one unless the served checkpoint has both.
 
@@ -181,13 +178,13 @@ def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor. Raise `InvalidRequest` for a part of a tensor, and for one without the plain bytes that
     engines load."""
-    if _is_sharded(tensor):
+    if hasattr(tensor, "full_tensor"):
         raise InvalidRequest(
             f"named_tensors has {name!r} as a DTensor, a part of a tensor: have all ranks gather it with "
             "full_tensor(), and push from one (docs/trainer_client.md, Sharded models)",
             param="named_tensors",
         )
-    if not _has_bytes(tensor):
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise InvalidRequest(
             f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "
@@ -195,14 +192,6 @@ def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
             param="named_tensors",
         )
     return tensor
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    return not _is_sharded(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
 
 
 def _sent_in(
@@ -233,3 +222,36 @@ def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
         size += one.tensor.numel() * one.tensor.dtype.itemsize
     if part:
         yield part
+
+
+def _model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
+    """Return parameters and persistent buffers, in the model's order."""
+    model = _unwrapped(model)
+    state = {clean(name): one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)}
+    if adapted := next(filter(_ADAPTERS.search, state), None):
+        served = ", or serve the adapter with POST /v1/load_lora_adapter" if ".lora_" in adapted else ""
+        raise InvalidRequest(
+            f"the model has {adapted!r}, a part of a PEFT adapter: push the result of merge_and_unload(){served}",
+            param="named_tensors",
+        )
+    buffers = {clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    names: dict[int, list[str]] = defaultdict(list)  # of one tensor, several where it is tied
+    for name, one in state.items():
+        names[id(one)].append(name)
+    return [NamedOnes(tuple(group), state[group[0]], group[0] in buffers) for group in names.values()]
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile, DistributedDataParallel and DataParallel have wrapped, in any order.
+
+    Raise `InvalidRequest` for FSDP of the first generation, whose parameters are parts of flat ones.
+    """
+    while (inner := model.module if isinstance(model, _PARALLEL) else getattr(model, "_orig_mod", model)) is not model:
+        model = inner
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise InvalidRequest(
+            "the model is of FSDP's first generation: call on all ranks get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), and push that from one",
+            param="named_tensors",
+        )
+    return model

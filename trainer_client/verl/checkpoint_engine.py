@@ -73,7 +73,6 @@ class GatewayCheckpointEngine(CheckpointEngine):
         return WeightSender(
             client,
             transport=transport,
-            device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None,
             folder=settings.store_folder,
             timeout_s=settings.sync_timeout_s,
         )

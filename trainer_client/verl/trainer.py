@@ -2,9 +2,9 @@
 
 import logging
 import time
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
@@ -103,7 +103,7 @@ def prepare(config: DictConfig) -> Settings:
         role.rollout.name = MODE
         role.rollout.nnodes = max(1, role.rollout.nnodes)  # verl requires at least 1 with remote engines
         role.rollout.checkpoint_engine.backend = MODE
-        role.rollout.checkpoint_engine.engine_kwargs = {MODE: asdict(settings)}
+        role.rollout.checkpoint_engine.engine_kwargs = {MODE: msgspec.structs.asdict(settings)}
     logger.warning("rollouts come from %s: engine keys in rollout.* have no effect", settings.url)
     return settings
 

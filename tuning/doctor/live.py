@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from engines.errors import ConfigError, GatewayUnreachable, UsageError
 from engines.types import EngineKind
+from gateway.cli.cluster.serve_api import opener
 from gateway.config.load import Setting, revealed
 from gateway.fleet.watch.engine_page import kv_tokens_of
-from gateway.opener import opener
 from tuning.doctor.engine_view import EngineView
 
 if TYPE_CHECKING:

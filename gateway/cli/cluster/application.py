@@ -1,7 +1,6 @@
 """A deployed application as Serve, the gateway and its engines' logs report it, and the waits for it."""
 
 import re
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,8 +49,7 @@ def running(name: str) -> Running | None:
     return Running(
         status=application["status"],
         message=last_words(application),
-        rollout_url=((ask_control_plane(url, "/url") or {}).get("url") if url else None)
-        or _configured_url(application),
+        rollout_url=ask_control_plane(url, "/url").get("url") or _configured_url(application),
         control_url=url,
         replicas=replica_states(application),
         dashboard=api.address,
@@ -70,12 +68,6 @@ def deployed_config(application: Mapping[str, Any]) -> Config:
     return config_of(application.get("deployed_app_config") or {})
 
 
-def gateway_status(details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gateway's status report, found by Serve's details; empty where no control plane answers."""
-    url = control_url(details)
-    return (ask_control_plane(url, "/status") if url else None) or {}
-
-
 def logs_and_events(name: str, replica: str = "") -> tuple[list[Path], list[dict[str, Any]]]:
     """Return the log files of the engine with the label `replica`, or of those whose id begins with it, oldest first,
     and the gateway's last events, of which there are none where the control plane does not answer.
@@ -84,7 +76,7 @@ def logs_and_events(name: str, replica: str = "") -> tuple[list[Path], list[dict
     `RolloutGatewayError` where this machine has none.
     """
     application, config = deployed(name)
-    status = gateway_status(serve_api(name).details())
+    status = ask_control_plane(control_url(serve_api(name).details()), "/status")
     events: list[dict[str, Any]] = list(status.get("events", ()))
     labels = {row.get("label"): row["replica_id"] for row in status.get("replicas", ())}
     ids = {
@@ -98,11 +90,6 @@ def logs_and_events(name: str, replica: str = "") -> tuple[list[Path], list[dict
         places = ", ".join(sorted({str(folder) for folder in folders.values()}))
         raise RolloutGatewayError(f"this machine has no log of {replica or 'an engine'} in {places}")
     return logs, events
-
-
-def log_end(log: Path, lines: int) -> str:
-    with log.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, maxlen=lines)).rstrip()
 
 
 def control_url(details: Mapping[str, Any]) -> str:
@@ -120,7 +107,7 @@ def unknown_application(name: str) -> RolloutGatewayError:
 def _configured_url(application: Mapping[str, Any]) -> str:
     """Return the rollout URL by configuration alone; empty for port 0, which the gateway alone resolves."""
     gateway = deployed_config(application).gateway
-    return url_of(gateway.host, gateway.port, tls=gateway.tls.is_on) if gateway.port else ""
+    return url_of(gateway.host, gateway.port) if gateway.port else ""
 
 
 def wait_for_serve(
@@ -133,7 +120,8 @@ def wait_for_serve(
     def check() -> bool:
         details = api.details()
         seen.update(details["applications"].get(config.name) or {})
-        report.replicas(stages_of(seen, config.groups, gateway_status(details) if seen else {}))
+        status = ask_control_plane(control_url(details), "/status") if seen else {}
+        report.replicas(stages_of(seen, config.groups, status))
         if not seen or (before and seen["last_deployed_time_s"] == before["last_deployed_time_s"]):
             return False
         if seen["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
@@ -157,10 +145,10 @@ def met_by_the_gateway(config: Config, report: Report) -> Running:
     assert found is not None
 
     def check() -> bool:
-        status = ask_control_plane(found.control_url, "/status") or {}
+        status = ask_control_plane(found.control_url, "/status")
         for replica_id, reason in status.get("replicas_refused", {}).items():
             raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
-        return ask_control_plane(found.control_url or found.rollout_url, "/health") is not None
+        return bool(ask_control_plane(found.control_url or found.rollout_url, "/health"))
 
     report.step("waiting for the gateway to meet all replicas")
     report.wait_until(check, config.fleet.complete_within_s, "the gateway to meet all replicas")

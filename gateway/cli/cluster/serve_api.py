@@ -16,7 +16,6 @@ from typing import Any
 
 from engines.errors import RolloutGatewayError
 from gateway.config.placement import Nodes, Resource
-from gateway.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
 _NODES = "/api/v0/nodes"
@@ -152,12 +151,12 @@ class ServeApi:
         return f"{self.address} answered {status} to {call}: {text.strip()[-2000:]}"
 
 
-def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:
-    """Return a reply of the control plane; None when it does not answer."""
+def ask_control_plane(control_url: str, path: str) -> dict[str, Any]:
+    """Return a reply of the control plane; empty when it is off or does not answer."""
     try:
         found: dict[str, Any] = json.loads(_send(urllib.request.Request(control_url + path), _ASK_TIMEOUT_S))
     except (OSError, ValueError, http.client.HTTPException):
-        return None
+        return {}
     return found
 
 
@@ -165,6 +164,18 @@ def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
     with opener().open(request, timeout=timeout_s) as response:
         answer: bytes = response.read()
         return answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirection as the error that it then is: urllib would send the key along, to any host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def opener() -> urllib.request.OpenerDirector:
+    """Return an opener without the environment's proxy: both ends are inside the cluster's network."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 def ray_token(environ: Mapping[str, str]) -> str | None:

@@ -1,1 +1,1 @@
-"""Protection of the rollout URL beside the checks of `gateway.http.access`: keys and TLS."""
+"""Protection of the rollout URL beside the checks of `gateway.http.access`: keys."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.agents.digests import message_digests
+from gateway.agents.history import message_digests
 
 Json = dict[str, Any]
 HELLO: Json = {"role": "user", "content": "Hello."}

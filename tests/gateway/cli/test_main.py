@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from engines.process.port import free_port
-from tests.rigs.shell import NAME, SCRIPT, NearShell, Shell, clusterless
-from tests.rigs.waiting import wait_until
+from tests.rigs.shell import NAME, NearShell, Shell, clusterless
 
 
 @pytest.fixture
@@ -65,8 +64,6 @@ def test_what_this_machine_cannot_run_is_said_at_once(shell: Shell) -> None:
         "up -c sim.yaml --replicas 2",
         "up -c sim.yaml engine.num_replicas=abc",
         "config validate -c",
-        "vllm-serve",
-        "vllm-serve --model m --replicas abc",
         "doctor",
         "doctor --url http://127.0.0.1:1 --watch soon",
         "doctor --url nowhere",
@@ -161,35 +158,3 @@ def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothi
     assert len(logs) == 1, "Serve did not start it again"
     assert shell.run("status").returncode == 1
     assert not (shell.folder / f".local/state/rollout-gateway/{NAME}.json").exists()
-
-
-@pytest.mark.ray
-def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell: Shell) -> None:
-    shell, port = cluster_shell, free_port()
-    words = ["--model", "sim", "--engine.kind", "sim", "--replicas", "2", "--engine.num_cpus", "0.1"]
-    words += ["--port", str(port), "--serve.http_port", str(free_port())]
-    words += ["--engine.gpus_per_replica", "1"]
-    visible = {"CUDA_VISIBLE_DEVICES": "2,3", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}  # this machine may have none
-    output = shell.folder / "output"
-    with output.open("w") as file:
-        serving = subprocess.Popen(
-            [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ | visible, stdout=file, stderr=file
-        )
-    try:
-        wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
-        assert f"http://127.0.0.1:{port}" in output.read_text()
-        fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
-        assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
-
-        serving.terminate()
-        assert serving.wait(180) == 0, output.read_text()
-    finally:
-        serving.kill()
-        serving.wait()
-    assert shell.run("status").returncode == 1
-
-
-def test_vllm_serve_tells_its_options(shell: Shell) -> None:
-    done = shell.run("vllm-serve", "--help")
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in ("--replicas", "--detach", "--max_model_len"))

@@ -16,7 +16,7 @@ from loadtests.chaos.faults import Newest
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rigs.rig import StartRig
 from tests.rigs.shell import Shell
-from trainer_client.loop_thread import LoopThread
+from trainer_client.blocking import LoopThread
 
 LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
 ROLLOUT = {"max_tokens": 80, "ignore_eos": True}

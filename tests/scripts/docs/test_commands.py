@@ -56,7 +56,6 @@ def _found(root: Path, command: str) -> list[str]:
         ("rollout-gateway status --speed 1", "rollout-gateway status --speed 1: No such option: --speed"),
         ("rollout-gateway up --speed 1", "up has no option --speed"),
         ("rollout-gateway up gateway.speed=1", "no key gateway.speed"),
-        ("rollout-gateway vllm-serve --speed 1", "vllm-serve has no option --speed"),
         ("locust -f loadtests/scenarios/none.py", "no scenario loadtests/scenarios/none.py"),
         ("examples/none.sh URL", "no file examples/none.sh"),
     ],

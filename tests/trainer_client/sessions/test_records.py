@@ -30,12 +30,11 @@ def test_a_newer_schema_is_refused_with_the_remedy() -> None:
         read_session(events(schema_version=2))
 
 
-def test_media_and_routed_experts_are_bytes() -> None:
+def test_media_are_bytes() -> None:
     told = {"id": "a1", "media_type": "image/png", "data": "iVBO"}
-    first = call(0, media=[told], routed_experts="k05V")
+    first = call(0, media=[told])
     session = read_session(events(first, call(1, first, (9,), media=[{"id": "a1"}])))
     assert [call.media[0].data for call in session.calls] == [b"\x89PN"] * 2
-    assert session.calls[0].routed_experts == b"\x93NU"
 
 
 def test_fields_of_a_later_gateway_are_ignored() -> None:

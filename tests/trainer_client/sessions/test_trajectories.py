@@ -1,11 +1,8 @@
 """Rows of a session: each sampled token is trained once, or has a reason not to be."""
 
-import base64
-import io
 from collections import Counter
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 
 from tests.rigs.session_records import call, events, sessions
@@ -132,22 +129,3 @@ def test_a_row_says_how_it_ended() -> None:
     cut = call(1, first, (20,), mask="frozen")
     for calls, reason in (((first,), "stop"), ((call(0, finish_reason="length"),), "length"), ((first, cut), "abort")):
         assert [row.finish_reason for row in trajectories_of(read_session(events(*calls)))] == [reason]
-
-
-def told_experts(*rows: int) -> str:
-    np.save(file := io.BytesIO(), np.array(rows, np.uint8).reshape(-1, 1, 1))
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def test_routed_experts_of_a_row_are_those_of_its_ids_but_the_last() -> None:
-    first = call(0, routed_experts=told_experts(1, 2, 3))
-    left = call(1, first, (20,), mask="client_left")
-    for calls, experts in (
-        ((first,), [1, 2, 3]),
-        ((first, call(1, first, (20,), routed_experts=told_experts(4, 5, 6))), [1, 2, 3, 4, 5, 6]),
-        ((first, left, call(2, left, (21,), routed_experts=told_experts(*range(9)))), [1, 2, 3, *range(3, 9)]),
-        ((first, call(1, first, (20,))), None),
-    ):
-        row = trajectories_of(read_session(events(*calls)))[0]
-        assert (row.routed_experts is None) == (experts is None)
-        assert row.routed_experts is None or row.routed_experts[:, 0, 0].tolist() == experts

@@ -13,7 +13,7 @@ from torch import nn
 
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
-from trainer_client.served import ServedWeights
+from trainer_client.results import ServedWeights
 from trainer_client.transports import tensors
 from trainer_client.transports.tensors import Entry, parts_of
 

@@ -109,7 +109,7 @@ def test_a_refusal_of_the_dashboard_is_told_at_once(dashboard: Dashboard) -> Non
 
 def test_a_control_plane_that_speaks_no_http_does_not_answer() -> None:
     with greeter() as url:
-        assert ask_control_plane(url, "/status") is None
+        assert ask_control_plane(url, "/status") == {}
 
 
 @pytest.fixture

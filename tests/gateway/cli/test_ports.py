@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.cluster.ports import unbindable
+from gateway.cli.up import unbindable
 from gateway.config.schema import Config
 
 

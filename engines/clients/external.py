@@ -4,7 +4,6 @@ import asyncio
 import time
 
 from engines.clients.http import HttpEngine
-from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
@@ -31,7 +30,7 @@ _WEIGHT_ROUTES = frozenset(
 )
 
 
-class _External(EngineWithWorkers):
+class _External(HttpEngine):
     """Client of a server that someone else started."""
 
     _info: ReplicaInfo

@@ -40,9 +40,8 @@ class HttpEngine(Engine, ABC):
     Connections are pooled without limit: admission bounds them.
     """
 
-    def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
-        self.replica_id = replica_id
-        self.url = url
+    def __init__(self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> None:
+        super().__init__(replica_id, url, has_tee=has_tee)
         self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False

@@ -26,8 +26,7 @@ from typing import Any
 
 import orjson
 
-from engines.clients.http import message_of
-from engines.clients.our_workers import EngineWithWorkers
+from engines.clients.http import HttpEngine, message_of
 from engines.clients.sglang_dialect import (
     CHAT,
     COMPLETIONS,
@@ -80,7 +79,7 @@ _ROUTES = {
 }
 
 
-class SglangEngine(EngineWithWorkers):
+class SglangEngine(HttpEngine):
     """One SGLang server.
 
     has_tee: its workers run our plugin (`engines/inside_sglang`).
@@ -147,13 +146,13 @@ class SglangEngine(EngineWithWorkers):
         await self._on_workers("close_group", {}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label("", timeout_s)
+        await self.label_weights("", timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         await self._on_workers("receive", self._receive(update_info, timeout_s), timeout_s)
 
     async def finish_weight_update(self, label: str, timeout_s: float) -> None:
-        await self._label(label, timeout_s)
+        await self.label_weights(label, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float) -> None:
         await self.drop_receipt(timeout_s)

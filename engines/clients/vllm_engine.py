@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from engines.clients.our_workers import EngineWithWorkers
+from engines.clients.http import HttpEngine
 from engines.engine import Json
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
@@ -14,7 +14,7 @@ _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
 
 
-class VllmEngine(EngineWithWorkers):
+class VllmEngine(HttpEngine):
     """One vLLM server (tested with 0.32)."""
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
@@ -41,7 +41,7 @@ class VllmEngine(EngineWithWorkers):
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label("", timeout_s)
+        await self.label_weights("", timeout_s)
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ class VllmEngine(EngineWithWorkers):
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
-        await self._label("", timeout_s)
+        await self.label_weights("", timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)

@@ -15,7 +15,8 @@ from typing import Any
 import structlog
 
 from engines.checkpoint.folder import known_tensors, read_config, served_in, tied_names
-from engines.clients.connect import connect
+from engines.clients.sglang_engine import SglangEngine
+from engines.clients.vllm_engine import VllmEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
@@ -214,7 +215,8 @@ class EngineServer:
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command, self._transport = replace(command, hidden=self._hidden), transfer_backend(command)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
-        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
+        client = SglangEngine if config.kind is EngineKind.SGLANG else VllmEngine
+        self._engine = engine = client(self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 if not await process.start_warm():

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.clients.connect import connect
+from engines.clients.external import connect
 from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.process import standby as standby_module
@@ -33,7 +33,7 @@ class Kept:
         server = EngineServer(config, replica_id="engine-0", group="engine", index=3)
         self.engine = KeptEngine(
             server,
-            lambda info: connect(info.kind, info.replica_id, info.url),
+            connect,
             index=3,
             has_standby=config.standby > 0,
             on_start=self._started,
@@ -123,7 +123,7 @@ async def test_a_standby_takes_over_without_a_start_and_another_follows_it(new_k
         standby = await standby_of(kept)
         successor = await kept.successor_of(signal.SIGKILL)
         assert successor.pid == standby
-        engine = connect(successor.kind, successor.replica_id, successor.url)
+        engine = connect(successor)
         label = await engine.weight_label(SOON_S)
         await engine.close()
         assert not label.held, "its weights are of no version until the gateway loads them"

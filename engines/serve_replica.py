@@ -50,7 +50,6 @@ class EngineReplica:
         self._engine = KeptEngine(
             server,
             partial(connect, api_key=config.api_key.get_secret_value() if config.api_key else ""),
-            index=index,
             has_standby=config.standby > 0,
             on_start=lambda _: self._has_started.set(),
         )

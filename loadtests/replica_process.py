@@ -72,7 +72,6 @@ def _own(pipe: Connection, config: EngineConfig, given: dict[str, Any]) -> None:
     engine = KeptEngine(
         EngineServer(config, **given),
         connect,
-        index=given["index"],
         has_standby=config.standby > 0,
         on_start=pipe.send,
     )

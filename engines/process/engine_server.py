@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 import structlog
@@ -41,15 +42,14 @@ _STOPPED_INTERVAL_S, _STOPPED_PROBES = 0.2, 10
 _COARSE_INTERVAL = 16
 _LEAST_UTILIZATION = 0.001
 """vLLM refuses to start where less of the GPU is free than this share. A standby is given the bytes of its KV cache."""
-# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
 _SEEDS = 2**31
-_FROM_START_TO_START = 1_000_003
-"""The seeds of a replica's engines are so far apart, that they are not those of its peers."""
+"""Engines take 32 bit seeds; half of them leaves room for engine.seed on top."""
 
 
 class EngineServer:
-    """One engine process and what is known of it; it can be started again. `index` sets its seed apart from its peers';
-    `hidden` names variables that it does not inherit. `sleeps` is True for a standby, until it is started again."""
+    """One engine process and what is known of it; it can be started again. `index` sets the seed of its first start
+    apart from its peers'; `hidden` names variables that it does not inherit. `sleeps` is True for a standby, until it
+    is started again."""
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class EngineServer:
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._is_dead = False
-        self._starts = 0
         self._described: ReplicaInfo | None = None
         self._transport = ""
         self.sleeps, self._is_lean = False, False
@@ -101,7 +100,7 @@ class EngineServer:
             self._kv_memory = None
             return await self._start_once()
 
-    def standby(self, index: int) -> "EngineServer":
+    def standby(self) -> "EngineServer":
         """Return the server of a standby: it starts without memory for weights and KV cache, and is to `sleep` then.
 
         Raise `ConfigError` where the size of its KV cache is not known. Blocks for a moment.
@@ -112,7 +111,7 @@ class EngineServer:
             self._config,
             replica_id=self._replica_id,
             group=self._group,
-            index=index,
+            index=randbelow(_SEEDS),
             hidden=self._hidden,
             process=self._new_process,
         )
@@ -208,9 +207,8 @@ class EngineServer:
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
-        # An engine that is started again shall not draw the samples of its predecessor.
-        index = (self._index + self._starts * _FROM_START_TO_START) % _SEEDS
-        self._starts += 1
+        # An engine that is started again shall not draw the samples of its predecessor, nor those of a peer.
+        index, self._index = self._index % _SEEDS, randbelow(_SEEDS)
         command = await asyncio.to_thread(engine_command, config, port=port, index=index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command, self._transport = replace(command, hidden=self._hidden), transfer_backend(command)
@@ -261,7 +259,7 @@ class EngineServer:
         """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
         log = process.log_tail()
         if found := diagnose(self._config.kind, log, process.exit_code, self._section):
-            return str(found), found.may_pass
+            return found
         words = last_error(log)
         return reason + (f' for an unknown reason; its last error: "{words}"' if words else ""), True
 

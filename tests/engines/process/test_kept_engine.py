@@ -34,7 +34,6 @@ class Kept:
         self.engine = KeptEngine(
             server,
             connect,
-            index=3,
             has_standby=config.standby > 0,
             on_start=self._started,
         )
@@ -166,7 +165,7 @@ async def test_a_standby_that_has_ended_is_started_anew(tmp_path: Path) -> None:
     """As where the kernel kills both for want of memory."""
     config = EngineConfig.model_validate({**_CONFIG, "log_dir": str(tmp_path)})
     first = EngineServer(config, replica_id="engine-0", group="engine", index=3)
-    standby = first.standby(4)
+    standby = first.standby()
     try:
         ended = await standby.start()
         await standby.sleep()
@@ -201,5 +200,5 @@ async def test_standbys_that_soon_end_are_started_ever_more_seldom(monkeypatch: 
     monkeypatch.setattr(standby_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
-        await Standby(3)._keep(beside)
+        await Standby()._keep(beside)
     assert waits == [20.0, 40.0, 20.0, 40.0]

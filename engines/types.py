@@ -24,18 +24,17 @@ class Dialect(StrEnum):
     SGLANG = "sglang"
 
 
-OLDEST = {Dialect.VLLM: "0.28", Dialect.SGLANG: "0.5.23"}
+OLDEST = {Dialect.VLLM: "0.32", Dialect.SGLANG: "0.5.23"}
 """Releases that say which weights they hold, and whose updates have the form that is sent here."""
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, to compare releases."""
+def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def is_too_old(dialect: Dialect, version: str) -> bool:
     """Return True for a release before `OLDEST`. A build of the engine's source may have any number."""
-    return "dev" not in version and release(version) < release(OLDEST[dialect])
+    return "dev" not in version and _release(version) < _release(OLDEST[dialect])
 
 
 class ReplicaState(StrEnum):

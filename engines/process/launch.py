@@ -15,7 +15,7 @@ from engines.model_folder import is_quantised, model_folder
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
 from engines.process.warm_start import Preload
-from engines.types import OLDEST, Dialect, EngineKind, is_too_old, release
+from engines.types import OLDEST, Dialect, EngineKind, is_too_old
 
 # Words before the model: `vllm serve`, or the server module for the CPU build, since `vllm serve` looks up the version
 # of a distribution named vllm.
@@ -199,10 +199,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}),
         _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        # Reports the weight version of each token, which vLLM tracks since 0.32.
-        _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
-        # /render and /inference/v1/generate
-        _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
+        _argument("middleware", _SPANS if reports_weights else None),  # reports the weight version of each token
+        _argument("enable_scale_out", True),  # /render and /inference/v1/generate
         *(_argument(name, value) for name, value in config.extra.items()),
     ]
     if (config.api_server_count or 1) > 1 and not vllm.has_cli:

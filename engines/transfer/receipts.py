@@ -55,7 +55,7 @@ class Receipts:
         """Stop digesting and copying; the draft is discarded unless it is kept."""
         tee, self._tee = self._tee, None
         if tee is not None:
-            tee.drop()
+            tee.remove()
         if self._scribe is not None and not self._scribe.is_kept:
             self._scribe.give_up("the update was aborted")
 

@@ -11,7 +11,6 @@ by its record in the store. It ends when its record is another's, and when no ga
 
 import argparse
 import asyncio
-import inspect
 import logging
 import os
 import sys
@@ -83,32 +82,18 @@ class NcclReceiver:
 
         torch.cuda.set_device(device)
         unpack_quickly()
-        self._model = model
         # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.
         place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-        self._engine = _called(
-            NCCLWeightTransferEngine,
-            config=WeightTransferConfig(backend="nccl"),
-            vllm_config=SimpleNamespace(parallel_config=place, model_config=None),
-            parallel_config=place,
-            device=device,
-            model=model,
-        )
+        config = SimpleNamespace(parallel_config=place, model_config=None)
+        self._engine = NCCLWeightTransferEngine(WeightTransferConfig(backend="nccl"), config, device, model)
 
     def join(self, init_info: Json) -> None:
         self._engine.shutdown()
         self._engine.init_transfer_engine(self._engine.init_info_cls(**init_info))
 
     def receive(self, update_info: Json) -> None:
-        announced = self._engine.update_info_cls(**update_info)
-        _called(self._engine.receive_weights, update_info=announced, load_weights=self._model.load_weights)
+        self._engine.receive_weights(self._engine.update_info_cls(**update_info))
         torch.cuda.synchronize()
-
-
-def _called(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call vLLM's function with the arguments that its release has."""
-    known = inspect.signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in known})
 
 
 class RelayServer:

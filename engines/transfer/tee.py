@@ -71,17 +71,11 @@ class WeightTee:
             del self._model.load_weights
 
     def close(self) -> dict[str, str]:
-        """End the tee; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
+        """End; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
         self.remove()
         if self._scribe is not None:
             self._scribe.close()
         return {name: digest for chunk in self._digests for name, digest in chunk.all().items()}
-
-    def drop(self) -> None:
-        """End without a result; discard the draft."""
-        self.remove()
-        if self._scribe is not None:
-            self._scribe.give_up("the update was aborted")
 
     def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
         tensors = self._incoming.converted(weights)

@@ -196,7 +196,7 @@ async def test_standbys_that_soon_end_are_started_ever_more_seldom(monkeypatch: 
         if len(waits) == len(lives):
             raise asyncio.CancelledError
 
-    beside: Any = SimpleNamespace(standby=lambda _: Played())
+    beside: Any = SimpleNamespace(standby=Played)
     monkeypatch.setattr(standby_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):

@@ -32,8 +32,7 @@ from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFail
 from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
-from engines.transfer.receipts import Receipts
-from engines.transfer.tee import prepare
+from engines.transfer.tee import Scribe, WeightTee, prepare
 
 log = logging.getLogger("relay")
 
@@ -102,7 +101,8 @@ class RelayServer:
     def __init__(self, receiver: GlooReceiver | NcclReceiver, model: NoModel) -> None:
         self._receiver = receiver
         self._model = model
-        self._receipts = Receipts()
+        self._tee: WeightTee | None = None
+        self._scribe: Scribe | None = None
         self._running: asyncio.Future[Any] | None = None
         self._names = CheckpointNames()
 
@@ -146,7 +146,8 @@ class RelayServer:
             case "open_receipt":
                 self._drop()
                 copy = ReceiptCopy(**asked["kwargs"])
-                await asyncio.to_thread(self._receipts.open, self._model, None, copy, self._names)
+                self._scribe = await asyncio.to_thread(Scribe.after, self._scribe, copy)
+                self._tee = WeightTee(self._model, self._scribe, names=self._names)
             case "close_receipt":
                 return _json({"results": [await self._in_thread(self._closed)]})
             case "drop_receipt":
@@ -161,15 +162,22 @@ class RelayServer:
         return await asyncio.shield(self._running)
 
     def _closed(self) -> Json:
-        digests = self._receipts.close()
-        self._receipts.kept()  # all is written then: unlike a worker, a relay has no rollouts to serve
+        tee, self._tee = self._tee, None
+        digests = tee.close() if tee is not None else {}
+        if self._scribe is not None:
+            self._scribe.keep()
+            self._scribe.join()  # all is written then: unlike a worker, a relay has no rollouts to serve
         return digests
 
     def _drop(self) -> None:
         """Forget the update. Raise where a call still waits for the trainer: only the end of the process ends it."""
         if self._running is not None and not self._running.done():
             raise WeightUpdateFailed("a call of the update before still waits for its trainer")
-        self._receipts.drop()
+        tee, self._tee = self._tee, None
+        if tee is not None:
+            tee.remove()
+        if self._scribe is not None:
+            self._scribe.drop()
 
 
 @web.middleware

@@ -163,7 +163,6 @@ class EngineServer:
             # vLLM's main process goes on for seconds after its core.
             self._is_dead = error.status == HTTPStatus.SERVICE_UNAVAILABLE
             raise
-        await self._process.keep_warm()
 
     async def ended(self) -> None:
         """Return when the engine that was started has ended, or has told a check that it will not serve again.

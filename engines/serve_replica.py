@@ -16,10 +16,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from engines.clients.connect import connect
-from engines.clients.external import ExternalServer, external_engine
+from engines.clients.external import ExternalServer, connect
 from engines.config import EngineConfig
-from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.kept_engine import KeptEngine
@@ -51,8 +49,7 @@ class EngineReplica:
         self._has_started = asyncio.Event()
         self._engine = KeptEngine(
             server,
-            partial(_client, config),
-            index=index,
+            partial(connect, api_key=config.api_key.get_secret_value() if config.api_key else ""),
             has_standby=config.standby > 0,
             on_start=lambda _: self._has_started.set(),
         )
@@ -152,13 +149,6 @@ class EngineReplica:
             applications = (await asyncio.to_thread(serve.status)).applications
         found = applications.get(self._app_name)
         return found is not None and found.status != ApplicationStatus.DELETING
-
-
-def _client(config: EngineConfig, info: ReplicaInfo) -> Engine:
-    """The client with which the engine is asked here."""
-    if info.kind is EngineKind.EXTERNAL:
-        return external_engine(info, config.api_key.get_secret_value() if config.api_key else "")
-    return connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
 
 
 def _server(

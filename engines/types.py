@@ -24,18 +24,17 @@ class Dialect(StrEnum):
     SGLANG = "sglang"
 
 
-OLDEST = {Dialect.VLLM: "0.28", Dialect.SGLANG: "0.5.23"}
+OLDEST = {Dialect.VLLM: "0.32", Dialect.SGLANG: "0.5.23"}
 """Releases that say which weights they hold, and whose updates have the form that is sent here."""
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, to compare releases."""
+def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def is_too_old(dialect: Dialect, version: str) -> bool:
     """Return True for a release before `OLDEST`. A build of the engine's source may have any number."""
-    return "dev" not in version and release(version) < release(OLDEST[dialect])
+    return "dev" not in version and _release(version) < _release(OLDEST[dialect])
 
 
 class ReplicaState(StrEnum):
@@ -104,7 +103,6 @@ class ReplicaInfo:
     world_size: ranks in a weight group; 0 if the engine takes no weights.
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
-    has_plugin: True for an SGLang of others whose workers run our plugin.
     transport: the backend of weight transfer that it was started with; "" where it has to be asked.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
@@ -130,7 +128,6 @@ class ReplicaInfo:
     dialect: Dialect = Dialect.VLLM
     streams: bool = False
     has_tee: bool = False
-    has_plugin: bool = False
     transport: str = ""
     reload_reason: str = ""
     node: str = ""
@@ -156,12 +153,7 @@ class ReplicaInfo:
     @property
     def takes_packed(self) -> bool:
         """True if it joins a trainer's transfer group. SGLang does with our plugin."""
-        return self.dialect is Dialect.VLLM or self.stages
-
-    @property
-    def stages(self) -> bool:
-        """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
-        return self.has_tee or self.has_plugin
+        return self.dialect is Dialect.VLLM or self.has_tee
 
     @property
     def loads_snapshots(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from engines.clients.connect import connect
+from engines.clients.external import connect
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
 from engines.process.engine_server import EngineServer
@@ -71,8 +71,7 @@ def _own(pipe: Connection, config: EngineConfig, given: dict[str, Any]) -> None:
     write_log_lines(sys.stderr)
     engine = KeptEngine(
         EngineServer(config, **given),
-        lambda info: connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee),
-        index=given["index"],
+        connect,
         has_standby=config.standby > 0,
         on_start=pipe.send,
     )

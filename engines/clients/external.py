@@ -4,13 +4,12 @@ import asyncio
 import time
 
 from engines.clients.http import HttpEngine
-from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.engine import Json
+from engines.engine import Engine, Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
-from engines.types import Dialect, ReplicaInfo, is_too_old
+from engines.types import Dialect, EngineKind, ReplicaInfo, is_too_old
 from engines.weight_label import is_given
 
 _PROBE_TIMEOUT_S = 5.0
@@ -31,10 +30,12 @@ _WEIGHT_ROUTES = frozenset(
 )
 
 
-class _External(EngineWithWorkers):
-    """Client of a server that someone else started."""
+class _External(HttpEngine):
+    """Client of a server that someone else started. `api_key` is the server's bearer key, if it needs one."""
 
-    _info: ReplicaInfo
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key)
+        self._info = info
 
     async def told_label(self, timeout_s: float) -> str:
         """Return the label that the server reports, without holding it to that; "" from a server that takes no
@@ -57,38 +58,22 @@ class _External(EngineWithWorkers):
 class ExternalSglangEngine(_External, SglangEngine):
     """Client of an SGLang server."""
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
-        super().__init__(info.replica_id, info.url, api_key, has_tee=info.has_plugin)
-        self._info = info
-
 
 class ExternalEngine(_External, VllmEngine):
-    """Client of a vLLM server. Raises `EngineRefused`, which names replica and route, for an unsupported route.
+    """Client of a vLLM server."""
 
-    `api_key` is the server's bearer key, if it needs one.
-    """
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
-        super().__init__(info.replica_id, info.url, api_key)
-        self._info = info
-
-    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        route = path.partition("?")[0]
-        if not self._info.has(route):
-            raise EngineRefused(
-                f"the external server at {self.url} has no {route}",
-                status=404,
-                body={},
-                replica_id=self.replica_id,
-            )
-        return await super().ask(method, path, body, timeout_s)
+def connect(info: ReplicaInfo, api_key: str = "") -> Engine:
+    """Return the client of a replica's engine. `api_key` is the bearer key of an external server."""
+    if info.kind is EngineKind.EXTERNAL:
+        return external_engine(info, api_key)
+    client = SglangEngine if info.kind is EngineKind.SGLANG else VllmEngine
+    return client(info.replica_id, info.url, has_tee=info.has_tee)
 
 
 def external_engine(info: ReplicaInfo, api_key: str = "") -> ExternalEngine | ExternalSglangEngine:
     """Return the client of the server that `info` describes."""
-    if info.dialect is Dialect.SGLANG:
-        return ExternalSglangEngine(info, api_key)
-    return ExternalEngine(info, api_key)
+    return (ExternalSglangEngine if info.dialect is Dialect.SGLANG else ExternalEngine)(info, api_key)
 
 
 class ExternalServer:
@@ -193,7 +178,6 @@ class ExternalServer:
             engine_version=version or "unknown",
             capabilities=routes,
             dialect=dialect,
-            has_plugin=takes_weights and isinstance(probe, SglangEngine) and await _runs_our_plugin(probe),
         )
 
     def _chosen(self, models: list[Json]) -> Json:
@@ -207,14 +191,6 @@ class ExternalServer:
             f"the server at {self._url} has no model {wanted!r} (engine.model); it has {there}",
             replica_id=self._replica_id,
         )
-
-
-async def _runs_our_plugin(probe: SglangEngine) -> bool:
-    """Return True if the workers of the server run our plugin."""
-    try:
-        return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
-    except (EngineError, DeadlineExceeded):
-        return False
 
 
 async def _capabilities(probe: HttpEngine) -> tuple[frozenset[str], str, int]:

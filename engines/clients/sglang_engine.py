@@ -26,8 +26,7 @@ from typing import Any
 
 import orjson
 
-from engines.clients.http import message_of
-from engines.clients.our_workers import EngineWithWorkers
+from engines.clients.http import HttpEngine, message_of
 from engines.clients.sglang_dialect import (
     CHAT,
     COMPLETIONS,
@@ -80,7 +79,7 @@ _ROUTES = {
 }
 
 
-class SglangEngine(EngineWithWorkers):
+class SglangEngine(HttpEngine):
     """One SGLang server.
 
     has_tee: its workers run our plugin (`engines/inside_sglang`).

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from engines.clients.our_workers import EngineWithWorkers
+from engines.clients.http import HttpEngine
 from engines.engine import Json
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
@@ -14,7 +14,7 @@ _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
 
 
-class VllmEngine(EngineWithWorkers):
+class VllmEngine(HttpEngine):
     """One vLLM server (tested with 0.32)."""
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:

@@ -9,10 +9,6 @@ from typing import Any
 _TASKS = ("generate",)
 """What an engine here can do; one that can do more builds its routes when it says so."""
 
-_SMALL, _STEP, _MANY = (1, 2, 4, 8, 16), 32, 32
-"""Sizes of batches, in tokens, for which graphs of pieces are captured where vLLM has many: small ones, and each so
-many."""
-
 
 def start_quickly() -> None:
     """Have this process of vLLM start so. Its forks do too. Another release starts as it does."""
@@ -24,7 +20,6 @@ def start_quickly() -> None:
 
     if current_platform.is_cuda():
         _name_gpu_without_cuda()
-        _capture_fewer_pieces()
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
     for name in ("__main__", "vllm.entrypoints.launchers.api_server.entry"):  # the CPU build runs it as a program
@@ -53,33 +48,6 @@ def _name_gpu_without_cuda() -> None:
         return ask_cuda(device) if found is None else (found.major, found.minor)
 
     torch.cuda.get_device_capability = get_device_capability
-
-
-def _capture_fewer_pieces() -> None:
-    """Have graphs of a model's pieces captured for 21 sizes instead of vLLM's 51.
-
-    A 7B has 29 for each size. Batches of at most 512 tokens that have a part of a prompt among them run on these, and
-    are padded to the next size. Batches of decoding have graphs of their own, for all sizes. A user who names sizes
-    names few, and keeps them.
-    """
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-    init, pieces = CudaGraphManager._init_candidates, CUDAGraphMode.PIECEWISE
-
-    def init_fewer(manager: Any) -> None:
-        init(manager)
-        sizes = manager._capture_descs.get(pieces, ())
-        if len(sizes) < _MANY or CUDAGraphMode.FULL not in manager._capture_descs:  # else decoding runs on pieces too
-            return
-        is_kept = {*_SMALL, sizes[0].num_tokens}  # the largest is first
-        kept = [one for one in sizes if one.num_tokens in is_kept or one.num_tokens % _STEP == 0]
-        manager._capture_descs[pieces] = kept
-        for (num_tokens, loras), graphs in manager._candidates.items():
-            fit = [one for one in kept if one.num_tokens >= num_tokens and one.num_active_loras == loras]
-            graphs[:] = [one for one in graphs if one.cg_mode is not pieces] + fit[-1:]
-
-    CudaGraphManager._init_candidates = init_fewer
 
 
 def _leave_patterns_out() -> None:

@@ -127,7 +127,7 @@ def break_group(engine: Any) -> None:
 
 
 def find_trainer_first(engine: Any) -> None:
-    """Let a transfer engine of vLLM (0.28 to 0.32) join no group before its trainer listens, once for each engine.
+    """Let a transfer engine of vLLM join no group before its trainer listens, once for each engine.
 
     The wait of vLLM's store for a trainer that has died takes 300 s, and the worker answers no other call meanwhile.
     """

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from engines.errors import WeightUpdateFailed
 from engines.loading.planned_load import PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
-from engines.transfer.receipts import Receipts
-from engines.transfer.tee import prepare, room_on
+from engines.transfer.tee import Scribe, WeightTee, prepare, room_on
 from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
@@ -27,6 +25,9 @@ class UpdatedWorker:
     differ from that class's own."""
 
     stage: Stage | None = None
+    tee: WeightTee | None = None
+    scribe: Scribe | None = None
+    """Of the last copy."""
 
     @property
     def target(self) -> PlannedLoad:
@@ -50,10 +51,6 @@ class UpdatedWorker:
         synchronize(self.target.device)
         yield
         synchronize(self.target.device)
-
-    @cached_property
-    def receipts(self) -> Receipts:
-        return Receipts()
 
     names = CheckpointNames()
 
@@ -87,16 +84,19 @@ class UpdatedWorker:
         """Digest tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
         fields of `ReceiptCopy`, the first worker also copies them."""
         self.target.begin()
-        told = ReceiptCopy(**copy) if copy and is_first else None
-        self.receipts.open(model, self.target.load, told, self.names)
+        scribe = Scribe.after(self.scribe, ReceiptCopy(**copy)) if copy and is_first else None
+        self.scribe = scribe or self.scribe
+        self.tee = WeightTee(model, scribe, self.target.load, self.names)
 
     def begin_stage(
         self, update_info: dict[str, Any], receive: Callable[[dict[str, Any]], object], leave: Callable[[], None]
     ) -> None:
         """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
+        if self.tee is None:
+            raise WeightUpdateFailed("there is no open receipt")
         if not isinstance(self.stage, ReceivedStage):
             self.stage = ReceivedStage(self.target.device, leave)
-            self.receipts.load_by(self.stage.add)
+            self.tee.load_by(self.stage.add)
         self.stage.receive(update_info, receive)
 
     def staged(self) -> dict[str, bool]:
@@ -121,18 +121,24 @@ class UpdatedWorker:
 
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
-        return self.receipts.close()
+        tee, self.tee = self.tee, None
+        return tee.close() if tee is not None else {}
 
     def keep_receipt(self) -> None:
         """Finish the draft in the background, or note there why it failed: the update is committed."""
-        self.receipts.keep()
+        if self.scribe is not None:
+            self.scribe.keep()
 
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
         stage, self.stage = self.stage, None
+        tee, self.tee = self.tee, None
         if stage is not None:
             stage.drop()
-        self.receipts.drop()
+        if tee is not None:
+            tee.remove()
+        if self.scribe is not None:
+            self.scribe.drop()
 
     def prepare_snapshot(self, path: str, version: int = 0) -> dict[str, bool]:
         """Begin to stage a folder, with the arguments of `load_snapshot`. Report whether it has ended."""

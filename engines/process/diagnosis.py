@@ -33,26 +33,9 @@ class Cause:
         return re.search(self.says if isinstance(self.says, str) else "|".join(self.says), line)
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """A failure's meaning, the engine's words ("" if none) and the remedy ("" if unknown)."""
-
-    meaning: str
-    words: str
-    remedy: str
-    may_pass: bool
-
-    def __str__(self) -> str:
-        """One line."""
-        words = f'; the engine says: "{self.words}"' if self.words else ""
-        return f"{self.meaning}{words}" + (f"; {self.remedy}" if self.remedy else "")
-
-
-_KILLED = Diagnosis(
-    "the engine was killed with SIGKILL (exit code 137), as the OOM killer does when the host runs out of memory",
-    "",
-    "see `dmesg -T | grep -i oom`; give the host more memory or start fewer replicas on it",
-    may_pass=False,
+_KILLED = (
+    "the engine was killed with SIGKILL (exit code 137), as the OOM killer does when the host runs out of memory; "
+    "see `dmesg -T | grep -i oom`; give the host more memory or start fewer replicas on it"
 )
 
 _ERROR = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception)|Value error|[\w ./-]+: error)\b.{0,3}[:,] \S")
@@ -70,8 +53,9 @@ def causes() -> Sequence[Cause]:
     return [Cause(**row) for row in table["cause"]]
 
 
-def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "engine") -> Diagnosis | None:
-    """Return the diagnosis of a failed engine's log, None without a known line.
+def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "engine") -> tuple[str, bool] | None:
+    """Return one line on a failed engine's log, of meaning, the engine's words and the remedy, and True if a retry may
+    succeed; None without a known line.
 
     `exit_code` is None if the engine still runs; `section` is the configuration key of its group.
     """
@@ -82,7 +66,7 @@ def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "
                 return _found(cause, kind, found, line, section)
     # SGLang ends itself with SIGKILL when a worker fails, and logs it.
     if exit_code == _SIGKILL_EXIT and not any("kill_process_tree called" in line for line in lines):
-        return _KILLED
+        return _KILLED, False
     return None
 
 
@@ -98,7 +82,7 @@ def _is_inside(cause: Cause, lines: list[str], index: int) -> bool:
     return not cause.inside or any(re.search(cause.inside, line) for line in above)
 
 
-def _found(cause: Cause, kind: EngineKind, found: "re.Match[str]", line: str, section: str) -> Diagnosis:
+def _found(cause: Cause, kind: EngineKind, found: "re.Match[str]", line: str, section: str) -> tuple[str, bool]:
     memory = kv_memory = f"{section}.extra.mem_fraction_static"
     if kind is not EngineKind.SGLANG:
         memory = f"{section}.gpu_memory_utilization"
@@ -106,7 +90,8 @@ def _found(cause: Cause, kind: EngineKind, found: "re.Match[str]", line: str, se
     facts = {**found.groupdict(), "engine": section, "memory": memory, "kv_memory": kv_memory}
     if "flag" in facts:
         facts["key"] = _key_of(facts["flag"])
-    return Diagnosis(cause.meaning.format(**facts), _words(line), cause.remedy.format(**facts), cause.may_pass)
+    said = f'the engine says: "{_words(line)}"'
+    return f"{cause.meaning.format(**facts)}; {said}; {cause.remedy.format(**facts)}", cause.may_pass
 
 
 def _words(line: str) -> str:

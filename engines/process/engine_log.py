@@ -1,6 +1,6 @@
 """The log of a starting engine: plain lines and the current stage of the start.
 
-Known lines are those of vLLM 0.28 to 0.32 and SGLang 0.5.23.
+Known lines are those of vLLM 0.32 and SGLang 0.5.23.
 """
 
 import contextlib

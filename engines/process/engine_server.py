@@ -10,12 +10,14 @@ from dataclasses import replace
 from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 import structlog
 
 from engines.checkpoint.folder import known_tensors, read_config, served_in, tied_names
-from engines.clients.connect import connect
+from engines.clients.sglang_engine import SglangEngine
+from engines.clients.vllm_engine import VllmEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
@@ -40,15 +42,14 @@ _STOPPED_INTERVAL_S, _STOPPED_PROBES = 0.2, 10
 _COARSE_INTERVAL = 16
 _LEAST_UTILIZATION = 0.001
 """vLLM refuses to start where less of the GPU is free than this share. A standby is given the bytes of its KV cache."""
-# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
 _SEEDS = 2**31
-_FROM_START_TO_START = 1_000_003
-"""The seeds of a replica's engines are so far apart, that they are not those of its peers."""
+"""Engines take 32 bit seeds; half of them leaves room for engine.seed on top."""
 
 
 class EngineServer:
-    """One engine process and what is known of it; it can be started again. `index` sets its seed apart from its peers';
-    `hidden` names variables that it does not inherit. `sleeps` is True for a standby, until it is started again."""
+    """One engine process and what is known of it; it can be started again. `index` sets the seed of its first start
+    apart from its peers'; `hidden` names variables that it does not inherit. `sleeps` is True for a standby, until it
+    is started again."""
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class EngineServer:
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._is_dead = False
-        self._starts = 0
         self._described: ReplicaInfo | None = None
         self._transport = ""
         self.sleeps, self._is_lean = False, False
@@ -100,7 +100,7 @@ class EngineServer:
             self._kv_memory = None
             return await self._start_once()
 
-    def standby(self, index: int) -> "EngineServer":
+    def standby(self) -> "EngineServer":
         """Return the server of a standby: it starts without memory for weights and KV cache, and is to `sleep` then.
 
         Raise `ConfigError` where the size of its KV cache is not known. Blocks for a moment.
@@ -111,7 +111,7 @@ class EngineServer:
             self._config,
             replica_id=self._replica_id,
             group=self._group,
-            index=index,
+            index=randbelow(_SEEDS),
             hidden=self._hidden,
             process=self._new_process,
         )
@@ -163,7 +163,6 @@ class EngineServer:
             # vLLM's main process goes on for seconds after its core.
             self._is_dead = error.status == HTTPStatus.SERVICE_UNAVAILABLE
             raise
-        await self._process.keep_warm()
 
     async def ended(self) -> None:
         """Return when the engine that was started has ended, or has told a check that it will not serve again.
@@ -207,14 +206,14 @@ class EngineServer:
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
-        # An engine that is started again shall not draw the samples of its predecessor.
-        index = (self._index + self._starts * _FROM_START_TO_START) % _SEEDS
-        self._starts += 1
+        # An engine that is started again shall not draw the samples of its predecessor, nor those of a peer.
+        index, self._index = self._index % _SEEDS, randbelow(_SEEDS)
         command = await asyncio.to_thread(engine_command, config, port=port, index=index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command, self._transport = replace(command, hidden=self._hidden), transfer_backend(command)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
-        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
+        client = SglangEngine if config.kind is EngineKind.SGLANG else VllmEngine
+        self._engine = engine = client(self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 if not await process.start_warm():
@@ -259,7 +258,7 @@ class EngineServer:
         """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
         log = process.log_tail()
         if found := diagnose(self._config.kind, log, process.exit_code, self._section):
-            return str(found), found.may_pass
+            return found
         words = last_error(log)
         return reason + (f' for an unknown reason; its last error: "{words}"' if words else ""), True
 

@@ -23,7 +23,7 @@ _APART_S = 20.0
 class KeptEngine:
     """One engine server, its reader, and its standby where the configuration has one.
 
-    server: the first one; `index` as for `EngineServer`.
+    server: the first one.
     client: makes the client with which the reader asks an engine.
     on_start: called with the description of each engine that serves here, once it does.
     info, reader: of the engine that serves, or served last.
@@ -35,14 +35,13 @@ class KeptEngine:
         server: EngineServer | ExternalServer,
         client: Callable[[ReplicaInfo], Engine],
         *,
-        index: int,
         has_standby: bool,
         on_start: Callable[[ReplicaInfo], None] = lambda _: None,
     ) -> None:
         self._server = server
         self._client = client
         self._on_start = on_start
-        self.standby = Standby(index) if has_standby else None
+        self.standby = Standby() if has_standby else None
         self._keeper: asyncio.Task[None] | None = None
         self._is_starting = True
         self.info: ReplicaInfo

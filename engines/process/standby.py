@@ -15,18 +15,15 @@ log = structlog.get_logger()
 
 _AGAIN_S, _LONGEST_WAIT_S = 20.0, 600.0
 """Time from the end of a standby to the next, and after several that did not live so long: it may not be able to."""
-_FROM_SEED_TO_SEED = 7_368_787
-"""A standby has seeds far from those of the engine that it follows, and of that one's restarts."""
 
 
 class Standby:
-    """Owns the second engine of one replica, and the task that starts it. `index` is as for `EngineServer`.
+    """Owns the second engine of one replica, and the task that starts it.
 
     server: that engine, while it starts or sleeps; None where there is none.
     """
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self) -> None:
         self.server: EngineServer | None = None
         self._has_started = asyncio.Event()
         self._has_started.set()
@@ -56,11 +53,10 @@ class Standby:
     async def _keep(self, beside: EngineServer) -> None:
         wait_s = _AGAIN_S / 2
         while True:
-            self._index += _FROM_SEED_TO_SEED
             self._has_started.clear()
             server: EngineServer | None = None
             try:
-                server = self.server = await asyncio.to_thread(beside.standby, self._index)
+                server = self.server = await asyncio.to_thread(beside.standby)
                 await server.start()
                 await server.sleep()
                 since = time.monotonic()

@@ -53,20 +53,19 @@ class WarmProcess:
         key = json.dumps([where, what, sorted(self._env.items())])
         self._address = f"\0rollout-gateway-warm-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
-    def ensure(self, log: int | IO[bytes] = subprocess.DEVNULL) -> bool:
-        """Return True if none was running and one begins to import, into `log`. Blocks for a tenth of a second."""
+    def _ensure(self, log: IO[bytes]) -> None:
+        """Have one begin to import, into `log`, if none is running. Blocks for a tenth of a second."""
         with _socket() as listener:
             try:
                 listener.bind(self._address)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    return False
+                    return
                 raise
             listener.listen(_STARTS_WAITING)
             argv = [*self._argv, str(listener.fileno()), *self._modules]
             files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": [listener.fileno()]}
             subprocess.run(argv, env=self._env, start_new_session=True, check=False, **files)  # type: ignore[call-overload]
-        return True
 
     async def guard(self, words: Sequence[str], log: BinaryIO, grace_s: float) -> "WarmGuard | None":
         """Return the guard of a new engine, `words` being its module and arguments; None where there is none.
@@ -83,7 +82,7 @@ class WarmProcess:
         with contextlib.ExitStack() as undo:
             connection = undo.enter_context(_socket())
             try:
-                await asyncio.to_thread(self.ensure, log)
+                await asyncio.to_thread(self._ensure, log)
                 connection.connect(self._address)
                 if peer_user(connection) != os.getuid():
                     return None

@@ -23,7 +23,6 @@ R = TypeVar("R")
 
 _LENGTH_BYTES = 4
 _LONGEST_BYTES = 1 << 30
-_BUFFER_BYTES = 1 << 18
 
 
 class Hello(Struct, tag=0, array_like=True, gc=False):
@@ -99,7 +98,7 @@ ToReader = Hello | Ask | Call | Cancel
 ToGateway = Told | Answer | Failed
 
 
-class Wire(asyncio.BufferedProtocol, Generic[S, R]):
+class Wire(asyncio.Protocol, Generic[S, R]):
     """One end of a connection. All that is sent in one turn of the event loop leaves together.
 
     `received` is called for each message that comes, `ended` once, when the connection ends or the other end breaks the
@@ -115,7 +114,7 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
         self._received, self._ended = received, ended
         self._transport: asyncio.Transport | None = None
         self._waiting: list[bytes] = []
-        self._buffer, self._came = bytearray(_BUFFER_BYTES), 0
+        self._came = bytearray()
 
     def send(self, message: S) -> None:
         """Have a message leave at the end of this turn; none leaves a connection that has ended."""
@@ -137,21 +136,17 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
         self.peer: Any = transport.get_extra_info("peername")
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self._buffer)[self._came :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._came += nbytes
-        begin, size = 0, _BUFFER_BYTES
-        with memoryview(self._buffer)[: self._came] as came:
-            while self._came - begin >= _LENGTH_BYTES:
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        begin = 0
+        with memoryview(self._came) as came:
+            while len(came) - begin >= _LENGTH_BYTES:
                 length = int.from_bytes(came[begin : begin + _LENGTH_BYTES], "big")
                 if length > _LONGEST_BYTES:
                     self._break(f"a message of {length} bytes")
                     return
                 end = begin + _LENGTH_BYTES + length
-                if end > self._came:
-                    size = max(size, end - begin)
+                if end > len(came):
                     break
                 try:
                     message = self._decode(came[begin + _LENGTH_BYTES : end])
@@ -160,12 +155,7 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
                     return
                 begin = end
                 self._received(self, message)
-        if begin or size != len(self._buffer):  # keep the beginning of a message
-            begun = self._buffer[begin : self._came]
-            if size != len(self._buffer):
-                self._buffer = bytearray(size)
-            self._came = len(begun)
-            self._buffer[: self._came] = begun
+        del self._came[:begin]
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._ended(self)

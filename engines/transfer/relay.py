@@ -11,7 +11,6 @@ by its record in the store. It ends when its record is another's, and when no ga
 
 import argparse
 import asyncio
-import inspect
 import logging
 import os
 import sys
@@ -33,8 +32,7 @@ from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFail
 from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
-from engines.transfer.receipts import Receipts
-from engines.transfer.tee import prepare
+from engines.transfer.tee import Scribe, WeightTee, prepare
 
 log = logging.getLogger("relay")
 
@@ -83,32 +81,18 @@ class NcclReceiver:
 
         torch.cuda.set_device(device)
         unpack_quickly()
-        self._model = model
         # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.
         place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-        self._engine = _called(
-            NCCLWeightTransferEngine,
-            config=WeightTransferConfig(backend="nccl"),
-            vllm_config=SimpleNamespace(parallel_config=place, model_config=None),
-            parallel_config=place,
-            device=device,
-            model=model,
-        )
+        config = SimpleNamespace(parallel_config=place, model_config=None)
+        self._engine = NCCLWeightTransferEngine(WeightTransferConfig(backend="nccl"), config, device, model)
 
     def join(self, init_info: Json) -> None:
         self._engine.shutdown()
         self._engine.init_transfer_engine(self._engine.init_info_cls(**init_info))
 
     def receive(self, update_info: Json) -> None:
-        announced = self._engine.update_info_cls(**update_info)
-        _called(self._engine.receive_weights, update_info=announced, load_weights=self._model.load_weights)
+        self._engine.receive_weights(self._engine.update_info_cls(**update_info))
         torch.cuda.synchronize()
-
-
-def _called(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call vLLM's function with the arguments that its release has."""
-    known = inspect.signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in known})
 
 
 class RelayServer:
@@ -117,7 +101,8 @@ class RelayServer:
     def __init__(self, receiver: GlooReceiver | NcclReceiver, model: NoModel) -> None:
         self._receiver = receiver
         self._model = model
-        self._receipts = Receipts()
+        self._tee: WeightTee | None = None
+        self._scribe: Scribe | None = None
         self._running: asyncio.Future[Any] | None = None
         self._names = CheckpointNames()
 
@@ -161,7 +146,8 @@ class RelayServer:
             case "open_receipt":
                 self._drop()
                 copy = ReceiptCopy(**asked["kwargs"])
-                await asyncio.to_thread(self._receipts.open, self._model, None, copy, self._names)
+                self._scribe = await asyncio.to_thread(Scribe.after, self._scribe, copy)
+                self._tee = WeightTee(self._model, self._scribe, names=self._names)
             case "close_receipt":
                 return _json({"results": [await self._in_thread(self._closed)]})
             case "drop_receipt":
@@ -176,15 +162,22 @@ class RelayServer:
         return await asyncio.shield(self._running)
 
     def _closed(self) -> Json:
-        digests = self._receipts.close()
-        self._receipts.kept()  # all is written then: unlike a worker, a relay has no rollouts to serve
+        tee, self._tee = self._tee, None
+        digests = tee.close() if tee is not None else {}
+        if self._scribe is not None:
+            self._scribe.keep()
+            self._scribe.join()  # all is written then: unlike a worker, a relay has no rollouts to serve
         return digests
 
     def _drop(self) -> None:
         """Forget the update. Raise where a call still waits for the trainer: only the end of the process ends it."""
         if self._running is not None and not self._running.done():
             raise WeightUpdateFailed("a call of the update before still waits for its trainer")
-        self._receipts.drop()
+        tee, self._tee = self._tee, None
+        if tee is not None:
+            tee.remove()
+        if self._scribe is not None:
+            self._scribe.drop()
 
 
 @web.middleware

@@ -71,17 +71,11 @@ class WeightTee:
             del self._model.load_weights
 
     def close(self) -> dict[str, str]:
-        """End the tee; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
+        """End; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
         self.remove()
         if self._scribe is not None:
             self._scribe.close()
         return {name: digest for chunk in self._digests for name, digest in chunk.all().items()}
-
-    def drop(self) -> None:
-        """End without a result; discard the draft."""
-        self.remove()
-        if self._scribe is not None:
-            self._scribe.give_up("the update was aborted")
 
     def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
         tensors = self._incoming.converted(weights)
@@ -145,8 +139,21 @@ class Scribe:
         """Mark the end of the tensors."""
         self._waiting.put(None)
 
+    @classmethod
+    def after(cls, before: "Scribe | None", copy: ReceiptCopy) -> "Scribe":
+        """Return the next scribe, once the scribe before has ended: two would need twice the memory."""
+        scribe = cls(copy)
+        if before is not None and not before.join(copy.wait_s):
+            scribe.give_up("the version before is still being written (weights.store_wait_s)")
+        return scribe
+
+    def drop(self) -> None:
+        """Discard the draft unless it is kept."""
+        if not self.is_kept:
+            self.give_up("the update was aborted")
+
     def keep(self) -> None:
-        """Write all tensors, received and still to come: the version is committed."""
+        """Finish the draft in the background, or note there why it failed: the version is committed."""
         self.is_kept = True
         self._may_leave.set()
 

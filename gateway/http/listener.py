@@ -19,13 +19,12 @@ import uvloop
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from engines.clients.connect import connect
-from engines.clients.external import external_engine
+from engines.clients.external import connect
 from engines.engine import Engine
 from engines.errors import ConfigError
 from engines.reading.link import Link
 from engines.store.weight_store import is_kept
-from engines.types import EngineKind, ReplicaInfo
+from engines.types import ReplicaInfo
 from gateway.api import error_body
 from gateway.config.addresses import url_of
 from gateway.config.schema import Config, GatewayConfig
@@ -215,12 +214,9 @@ async def _store_is_free(config: Config) -> None:
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
     """Return the client of a replica's engine, with the way to the reader beside it."""
-    if info.kind is EngineKind.EXTERNAL:
-        group = config.groups.get(info.group)
-        key = group.api_key if group else None
-        engine: Engine = external_engine(info, key.get_secret_value() if key else "")
-    else:
-        engine = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
+    group = config.groups.get(info.group)
+    key = group.api_key if group else None
+    engine = connect(info, key.get_secret_value() if key else "")
     engine.beside = Link(info.replica_id, info.reader, info.reader_key)
     return engine
 

@@ -23,7 +23,7 @@ ROLLOUT = ("RolloutRoutes._create_completions", "ReaderServer._answer")
 """Where a rollout begins, in the gateway and beside its engine."""
 BESIDE = "engines/reading/server.py"
 """Runs beside the engine."""
-MESSAGE = "Wire.buffer_updated"
+MESSAGE = "Wire.data_received"
 """Where a message comes, in no task."""
 
 REMEMBERED = {"engines/weight_label.py"}

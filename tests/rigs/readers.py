@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable
 
-from engines.clients.connect import connect
-from engines.clients.external import external_engine
-from engines.engine import Engine
+from engines.clients.external import connect
 from engines.reading.server import ReaderThread
-from engines.types import EngineKind, ReplicaInfo
+from engines.types import ReplicaInfo
 
 
 class Readers:
@@ -26,14 +24,7 @@ class Readers:
 
     async def _beside(self, info: ReplicaInfo) -> ReplicaInfo:
         if info.incarnation not in self._described:
-            self._threads[info.incarnation] = thread = ReaderThread(lambda: client(info))
+            self._threads[info.incarnation] = thread = ReaderThread(lambda: connect(info))
             thread.start()
             self._described[info.incarnation] = await thread.beside(info, "127.0.0.1")
         return self._described[info.incarnation]
-
-
-def client(info: ReplicaInfo) -> Engine:
-    """The client with which a reader asks an engine."""
-    if info.kind is EngineKind.EXTERNAL:
-        return external_engine(info)
-    return connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)

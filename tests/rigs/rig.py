@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from engines.clients.external import ExternalServer
+from engines.clients.external import ExternalServer, connect
 from engines.config import EngineConfig, SimConfig
 from engines.reading.server import ReaderServer
 from engines.store.draft import Draft, claim_draft, raw
@@ -27,7 +27,6 @@ from sim.faults import Faults
 from sim.scheduler import SimScheduler
 from sim.server import SimServer
 from tests.rigs.calls import until
-from tests.rigs.readers import client
 
 STORED = {"w": [4, 4], "b": [4]}
 """Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
@@ -369,7 +368,7 @@ class Rig:
         """The replica with the reader of this start of its engine."""
         key = info.replica_id, info.incarnation
         if key not in self._addresses:
-            self.readers[info.replica_id] = reader = ReaderServer(client(info), _READER_KEY, every_s=_READERS_TELL_S)
+            self.readers[info.replica_id] = reader = ReaderServer(connect(info), _READER_KEY, every_s=_READERS_TELL_S)
             self._all_readers.append(reader)
             self._addresses[key] = await reader.open("127.0.0.1")
         return replace(info, reader=self._addresses[key], reader_key=_READER_KEY)

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from engines.chunks import Chunk
-from engines.clients.connect import connect
+from engines.clients.external import connect
 from engines.config import EngineConfig
 from engines.engine import Engine, Json
 from engines.errors import ConfigError, DeadlineExceeded, EngineFailed
@@ -57,7 +57,7 @@ class EngineBench:
         server = EngineServer(_bounded(engine, gpus, start_s), replica_id=name, group=_GROUP, index=0)
         try:
             info = await server.start()
-            client = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
+            client = connect(info)
             try:
                 running = _Served(client, info, self._batch)
                 await running.warm_up(start_s)

@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines.clients.connect import connect
+from engines.clients.external import connect
 from engines.config import EngineConfig
 from engines.engine import Engine
 from engines.errors import EngineRefused
@@ -248,4 +248,4 @@ class Subject:
 
 
 def _client(info: ReplicaInfo) -> Engine:
-    return connect(info.kind, info.replica_id, info.url)
+    return connect(replace(info, has_tee=False))

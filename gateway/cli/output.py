@@ -44,12 +44,6 @@ def describe_update(last: dict[str, Any]) -> str:
     )
 
 
-def describe_start(start: dict[str, Any]) -> str:
-    """Return one line: seconds in all and by phase."""
-    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start["phases"].items())
-    return f"{start['seconds']:.1f} s ({phases})"
-
-
 def print_fleet(fleet: dict[str, Any]) -> None:
     _print_row("policy", fleet["policy"] or "none: every model is frozen")
     _print_row("weight version", fleet["weight_version"])
@@ -71,7 +65,8 @@ def print_fleet(fleet: dict[str, Any]) -> None:
         _print_row("missing", f"{group} x {number}: {reason}")
     if started := [replica for replica in fleet["replicas"] if replica["start"]]:
         last = max(started, key=lambda replica: replica["start"]["began"])
-        _print_row("last start", f"{last['label']}, {describe_start(last['start'])}")
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in last["start"]["phases"].items())
+        _print_row("last start", f"{last['label']}, {last['start']['seconds']:.1f} s ({phases})")
     rows = [[_cell(replica, column) for column in _COLUMNS] for replica in fleet["replicas"]]
     _print_table([list(_COLUMNS.values()), *rows])
     print_events(fleet["events"][-_EVENTS:])

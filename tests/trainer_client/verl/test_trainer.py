@@ -102,7 +102,7 @@ def test_engines_of_the_production_command_are_a_valid_configuration_that_fits_i
         (["actor_rollout_ref.model.lora_rank=8"], r"LoRA rank 8.*model\.lora\.merge=True"),
         (["actor_rollout_ref.rollout.enable_rollout_routing_replay=True"], r"enable_rollout_routing_replay=True"),
         (["reward.reward_model.enable=True"], r"reward\.reward_model\.enable_resource_pool=False"),
-        (["+trainer.v1.gateway.transprot=store"], r"transprot is not a setting: did you mean transport\?"),
+        (["+trainer.v1.gateway.transprot=store"], r"unknown field `transprot`.*settings are url, transport"),
     ],
 )
 def test_what_does_not_go_with_a_gateway_is_refused_before_anything_starts(overrides: list[str], said: str) -> None:

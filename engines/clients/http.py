@@ -2,14 +2,14 @@
 
 import contextlib
 import errno
-import io
 from abc import ABC
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 
+from engines.clients.connection import Connection
+from engines.clients.connections import CannotConnect, Connections
 from engines.engine import Engine, Json, body_in_json
 from engines.errors import (
     DeadlineExceeded,
@@ -28,8 +28,6 @@ _KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 _DONE = b"[DONE]"
-_LARGE_BODY = 1 << 20  # aiohttp warns of larger ones, and sends a file in parts
-_SHORTEST_S = 0.001  # no time at all is no limit to aiohttp
 _HEAD_BYTES = 1 << 9  # an error comes without tokens, so its name is within the first bytes of a chunk
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -42,14 +40,11 @@ class HttpEngine(Engine, ABC):
 
     def __init__(self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> None:
         super().__init__(replica_id, url, has_tee=has_tee)
-        self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
-        self._is_closed = False
+        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._connections = Connections(url, authorization, _KEEPALIVE_S)
 
     async def close(self) -> None:
-        self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        await self._connections.close()
         if self.beside is not None:
             await self.beside.close()
 
@@ -81,7 +76,7 @@ class HttpEngine(Engine, ABC):
         """Yield the events of a stream up to [DONE], in lists of those that came together."""
         begun: list[bytes] = []
         async with self._request("POST", path, body, timeout_s) as response:
-            while block := await response.content.readany():
+            while block := await response.block():
                 events = _completed(begun, block)
                 is_last = _DONE in events
                 if is_last:
@@ -103,7 +98,7 @@ class HttpEngine(Engine, ABC):
         return error_of(code, message, chunk, self.replica_id)
 
     async def read(self, method: str, path: str, body: Json | bytes | None, timeout_s: float) -> bytes:
-        if self.beside is not None and not self._is_closed:
+        if self.beside is not None and not self._connections.closed:
             return await self.beside.call(method, path, body, timeout_s)
         async with self._request(method, path, body, timeout_s) as response:
             return await response.read()
@@ -111,49 +106,34 @@ class HttpEngine(Engine, ABC):
     @contextlib.asynccontextmanager
     async def _request(
         self, method: str, path: str, body: Json | bytes | None, timeout_s: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[Connection]:
         """Send a request; translate connection errors and engine statuses into our errors."""
-        if self._is_closed:
+        if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
         data = body_in_json(body) or None
-        sent = io.BytesIO(data) if data is not None and len(data) > _LARGE_BODY else data
         headers = TRACE_CONTEXT.get() | (_JSON if data else {})
-        limit = aiohttp.ClientTimeout(total=max(timeout_s, _SHORTEST_S), sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with self._opened().request(
-                method, self.url + path, data=sent, headers=headers, timeout=limit, allow_redirects=False
+            async with self._connections.request(
+                method, path, data=data, headers=headers, timeout_s=timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S
             ) as response:
                 if not 200 <= response.status < 300:
                     raise self._error(path, response, await response.read())
                 yield response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise self._not_connected(path, error) from error
+        except ConnectionError as error:
+            raise self._unreachable(path, error) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineUnreachable(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
 
-    def _opened(self) -> aiohttp.ClientSession:
-        """The session. The first request opens it, since it belongs to the running loop."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"User-Agent": "rollout-gateway", **self._authorization},
-                skip_auto_headers=("Accept-Encoding",),
-            )
-        return self._session
-
-    def _not_connected(self, path: str, error: Exception) -> EngineUnreachable:
-        reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable:
+        reason = error.reason if isinstance(error, CannotConnect) else None
         # A refused connection: nothing listens. A busy server lets connections wait.
         kind = EngineGone if isinstance(reason, ConnectionRefusedError) else EngineUnreachable
-        unreachable = kind(f"{path}: {error}", replica_id=self.replica_id)
+        unreachable = kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id)
         if isinstance(reason, TimeoutError) or getattr(reason, "errno", None) in _NO_DESCRIPTORS:
             unreachable.retry_after_s = 0.0  # it has accepted nothing, so nothing has failed there
         return unreachable
 
-    def _error(self, path: str, response: aiohttp.ClientResponse, content: bytes) -> EngineRefused | EngineFailed:
+    def _error(self, path: str, response: Connection, content: bytes) -> EngineRefused | EngineFailed:
         status = response.status
         try:
             body = orjson.loads(content)

@@ -21,6 +21,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from engines.checkpoint.folder import read_spans
+from engines.clients.connections import CannotConnect
+from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
 from engines.engine import Json, Take
@@ -417,9 +419,8 @@ def _handlers(server: SimServer) -> dict[tuple[str, str], str]:
     return _HANDLERS
 
 
-def _refused() -> aiohttp.ClientConnectorError:
-    key = aiohttp.client_reqrep.ConnectionKey("127.0.0.1", 1, False, True, None, None, None)
-    return aiohttp.ClientConnectorError(key, ConnectionRefusedError("nothing listens"))
+def _refused() -> CannotConnect:
+    return CannotConnect("127.0.0.1:1", ConnectionRefusedError("nothing listens"))
 
 
 class _Request:
@@ -468,7 +469,7 @@ class _Pipe:
         self._is_broken = self._is_broken or broken
         self._blocks.put_nowait(None)
 
-    async def readany(self) -> bytes:
+    async def block(self) -> bytes:
         if (block := await self._blocks.get()) is not None:
             return block
         if self._is_broken:
@@ -481,35 +482,34 @@ class _Response:
 
     def __init__(self, status: int, content: _Pipe) -> None:
         self.status = status
-        self.content = content
+        self.block = content.block
 
     async def read(self) -> bytes:
         blocks = []
-        while block := await self.content.readany():
+        while block := await self.block():
             blocks.append(block)
         return b"".join(blocks)
 
 
-class _Session:
-    """Stands where the client's session does. `is_dead` is True once the client's process was killed."""
+class _Connections:
+    """Stands where the client's connections do. `is_dead` is True once the client's process was killed."""
 
     def __init__(self, engine: PlayedEngine, is_dead: Callable[[], bool]) -> None:
         self._engine = engine
         self._is_dead = is_dead
+        self.closed = False
 
     async def close(self) -> None:
-        pass
+        self.closed = True
 
     @asynccontextmanager
     async def request(
-        self, method: str, url: str, *, data: bytes | None, timeout: aiohttp.ClientTimeout, **_: Any
+        self, method: str, path: str, *, data: bytes | None, timeout_s: float, **_: Any
     ) -> AsyncIterator[_Response]:
         if self._is_dead():
             raise asyncio.CancelledError
-        assert timeout.total is not None
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout_at(loop.time() + timeout.total):
-            path = url.removeprefix(self._engine.info.url)
+        async with asyncio.timeout_at(loop.time() + timeout_s):
             async with self._engine.answer(method, path, data or b"") as response:
                 yield response
 
@@ -530,11 +530,16 @@ class _Reader:
         pass
 
 
-class PlayedClient(VllmEngine):
+class _Unconnected(HttpEngine):
+    def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
+        self.replica_id, self.url = replica_id, url
+
+
+class PlayedClient(VllmEngine, _Unconnected):
     """The gateway's client of a played engine."""
 
     def __init__(self, engine: PlayedEngine, is_dead: Callable[[], bool]) -> None:
         info = engine.info
-        super().__init__(info.replica_id, info.url, has_tee=info.has_tee)
-        self._session = _Session(engine, is_dead)  # type: ignore[assignment]
+        super().__init__(info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
+        self._connections = _Connections(engine, is_dead)  # type: ignore[assignment]
         self.beside = _Reader(self)

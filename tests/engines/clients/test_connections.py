@@ -1,0 +1,197 @@
+"""HTTP as servers write it, cut anywhere, through real sockets."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engines.clients.connections import Connections
+
+TIMEOUT_S = 20.0
+BODY = b'{"choices": [1, 2, 3]}'
+CHUNKED = b"7;name=value\r\n" + BODY[:7] + b"\r\n" + b"%X\r\n" % len(BODY[7:]) + BODY[7:] + b"\r\n0\r\n\r\n"
+LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED
+TRAILED = STREAM[:-2] + b"Digest: abc\r\n\r\n"
+CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + LENGTH
+UNTIL_CLOSED = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\n" + BODY
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def connections(serve: Serve, keepalive_s: float = 4.0) -> AsyncIterator[Connections]:
+    """To a server that runs `serve` for each connection."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except ConnectionError:
+            return  # the client has closed
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    found = Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, keepalive_s=keepalive_s)
+    try:
+        yield found
+    finally:
+        await found.close()
+        server.close()
+        await server.wait_closed()
+
+
+def answering(answer: bytes, *, cuts: tuple[int, ...] = (), closes: bool = False) -> Serve:
+    """Answers each request with these bytes, in parts that are cut at `cuts`."""
+
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await _request(reader):
+            for begin, end in zip((0, *cuts), (*cuts, len(answer)), strict=True):
+                writer.write(answer[begin:end])
+                await writer.drain()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            if closes:
+                return
+
+    return answer_all
+
+
+async def _request(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return b""
+
+
+async def get(found: Connections, path: str = "/x") -> tuple[int, bytes]:
+    asked = found.request("GET", path, data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+    async with asked as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize("answer", [LENGTH, STREAM, TRAILED, CONTINUED], ids=["length", "chunks", "trailer", "100"])
+async def test_an_answer_may_come_byte_by_byte_and_the_connection_is_used_again(answer: bytes) -> None:
+    async with connections(answering(answer, cuts=tuple(range(1, len(answer))))) as found:
+        assert [await get(found) for _ in range(2)] == [(200, BODY)] * 2
+        assert len(found._idle) == 1
+
+
+async def test_a_body_without_a_length_ends_with_its_connection() -> None:
+    async with connections(answering(UNTIL_CLOSED, cuts=(60,), closes=True)) as found:
+        assert [await get(found) for _ in range(2)] == [(200, BODY)] * 2
+
+
+@pytest.mark.parametrize("answer", [LENGTH, STREAM], ids=["length", "chunks"])
+async def test_an_answer_that_ends_early_is_an_error(answer: bytes) -> None:
+    for end in range(1, len(answer)):
+        async with connections(answering(answer[:end], closes=True)) as found:
+            with pytest.raises(ConnectionError, match="closed the connection"):
+                await get(found)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1_0\r\n\r\n0123456789",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhelloXX0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000,
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,
+    ],
+)
+async def test_bytes_that_are_no_http_are_an_error_and_end_the_connection(answer: bytes) -> None:
+    async with connections(answering(answer)) as found:
+        with pytest.raises(ConnectionError, match="HTTP"):
+            await get(found)
+        assert not found._idle
+
+
+@pytest.mark.parametrize("answer", [STREAM + b"0", LENGTH + b"0", LENGTH + LENGTH, LENGTH + b"HTTP/1.1 200 OK\r\n"])
+async def test_a_connection_with_bytes_behind_the_answer_is_not_used_again(answer: bytes) -> None:
+    async with connections(answering(answer)) as found:
+        assert await get(found) == (200, BODY)
+        assert not found._idle
+
+
+async def test_a_late_answer_does_not_reach_the_next_request() -> None:
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        while await _request(reader):
+            asked += 1
+            if asked > 1:
+                writer.write(LENGTH)
+
+    async with connections(serve) as found:
+        with pytest.raises(TimeoutError):
+            async with found.request("GET", "/", data=None, headers={}, timeout_s=0.05, connect_timeout_s=TIMEOUT_S):
+                pass
+        assert await get(found) == (200, BODY)
+        assert not found._busy
+
+
+async def test_a_connection_that_was_idle_for_too_long_is_not_used_though_its_timer_is_late() -> None:
+    """A standstill of the process: the server has closed the connection meanwhile, and nobody has read that."""
+    number = 0
+
+    async def answer_with_number(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal number
+        number += 1
+        while await _request(reader):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n%d" % number)
+
+    async with connections(answer_with_number, keepalive_s=0.05) as found:
+        assert await get(found) == (200, b"1")
+        time.sleep(0.1)  # noqa: ASYNC251
+        assert await get(found) == (200, b"2")
+
+
+async def test_a_reader_that_does_not_read_holds_the_server_back() -> None:
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await _request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (256 << 20))
+        for _ in range(256):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            sent += 1
+
+    async with connections(serve) as found:
+        asked = found.request("GET", "/", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+        async with asked as response:
+            before = -1
+            while sent != before:
+                before = sent
+                await asyncio.sleep(0.1)
+            assert sent < 64
+            assert len(await response.read()) == 256 << 20
+
+
+@pytest.mark.parametrize("value", ["a\r\nX: 1", "a\nb", "é"])
+def test_a_header_cannot_smuggle_another(value: str) -> None:
+    with pytest.raises(ValueError, match="a header has"):
+        Connections("http://127.0.0.1:1", {"Authorization": value}, keepalive_s=4.0)
+
+
+async def test_a_path_cannot_smuggle_a_request() -> None:
+    paths = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await _request(reader):
+            paths.append(head.split(b"\r\n")[0])
+            writer.write(LENGTH)
+
+    async with connections(serve) as found:
+        await get(found, "/a b\r\nX: 1?q=é")
+    assert paths == [b"GET /a%20b%0D%0AX:%201?q=%C3%A9 HTTP/1.1"]

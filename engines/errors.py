@@ -67,7 +67,7 @@ class NotAllowed(RolloutGatewayError):
 
 
 class TooManyRequests(RolloutGatewayError):
-    """Submissions are full, or a proxy limits the key, for `retry_after_s` from now."""
+    """Sessions are full, or a proxy limits the key, for `retry_after_s` from now."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

@@ -152,7 +152,7 @@ class ReplicaInfo:
 
     @property
     def takes_packed(self) -> bool:
-        """True if it joins a trainer's transfer group. SGLang does with our plugin."""
+        """True if it joins a trainer's transfer group. An SGLang that we start does."""
         return self.dialect is Dialect.VLLM or self.has_tee
 
     @property

@@ -206,7 +206,7 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
     """Return the prompts as JSON can hold them."""
     given = [] if isinstance(prompts, str) else prompts
     try:
-        plain: list[Any] = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in given]
+        plain = list(map(_plain, given))
         checked: list[str | list[int]] = msgspec.convert(plain, _Prompts)
     except msgspec.ValidationError as error:
         raise InvalidRequest(
@@ -214,6 +214,12 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
             param="prompts",
         ) from None
     return checked
+
+
+def _plain(prompt: Prompt) -> Any:
+    if hasattr(prompt, "tolist"):
+        return prompt.tolist()
+    return list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) else prompt
 
 
 def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Sequence[str]:

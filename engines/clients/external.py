@@ -38,9 +38,8 @@ class _External(HttpEngine):
         self._info = info
 
     async def told_label(self, timeout_s: float) -> str:
-        """Return the label that the server reports, without holding it to that; "" from a server that takes no
-        weights."""
-        return await self._told_label(timeout_s) if self._info.takes_weights else ""
+        """Return the label that the server reports, without holding it to that."""
+        return await self._told_label(timeout_s)
 
     async def health(self, timeout_s: float) -> None:
         """Raise also if the server has another label than was read or given here last: another process, with weights of
@@ -61,6 +60,10 @@ class ExternalSglangEngine(_External, SglangEngine):
 
 class ExternalEngine(_External, VllmEngine):
     """Client of a vLLM server."""
+
+    async def _told_label(self, timeout_s: float) -> str:
+        """As the server tells it; "" from one that takes no weights, and may have no route for it."""
+        return await VllmEngine._told_label(self, timeout_s) if self._info.takes_weights else ""
 
 
 def connect(info: ReplicaInfo, api_key: str = "") -> Engine:

@@ -11,8 +11,8 @@
     model = an adapter's name             lora_path = that name
 
 SGLang by itself supports neither vLLM's packed chunks nor its rendezvous. With our plugin in its workers
-(`engines/inside_sglang`) it takes both, with digests and a copy for the store. Without the plugin it takes no trainer's
-group, and loads versions of the store. It does so only without data parallelism.
+(`engines/inside_sglang`) it takes both, with digests and a copy for the store. A server that others start takes no
+trainer's group, and loads versions of the store, without data parallelism alone.
 """
 
 import asyncio

@@ -268,7 +268,10 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
 def _check_release(engine: str, dialect: Dialect, version: str) -> None:
     """Raise `ConfigError` for a release that is too old."""
     if is_too_old(dialect, version):
-        raise ConfigError(f"{engine} {version} is installed: it must be {OLDEST[dialect]} or later")
+        raise ConfigError(
+            f"{engine} {version} is installed: it must be {OLDEST[dialect]} or later: pip install "
+            f"'rollout-gateway[{dialect}]', or name another Python in engine.python"
+        )
 
 
 def _not_installed(interpreter: Interpreter, kind: str, engine: str, extra: str) -> ConfigError:

@@ -138,15 +138,15 @@ def example_command() -> None:
             shutil.copy(source, target)
 
     shutil.copytree(root, mine, ignore=shutil.ignore_patterns("__pycache__"), copy_function=copied, dirs_exist_ok=True)
-    for path in sorted(mine.rglob("*")):
+    for path in sorted(root.rglob("*")):
         if path.suffix in (".yaml", ".py", ".sh"):
-            print(f"{path!s:<48} {_title(path)}")
+            print(f"{mine / path.relative_to(root)!s:<48} {_title(path)}")
 
 
 def _title(path: Path) -> str:
     """Return the first words of an example."""
     lines = [line.lstrip('# "') for line in path.read_text(encoding="utf-8").splitlines()]
-    return re.split(r"[.:,;](?:\s|$)", next(line for line in lines if line and not line.startswith("!")))[0]
+    return re.split(r"[.:,;](?:\s|$)", next((line for line in lines if line and not line.startswith("!")), ""))[0]
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

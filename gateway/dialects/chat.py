@@ -21,7 +21,7 @@ import structlog
 
 from engines.chunks import num_unscored
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, InvalidRequest
+from engines.errors import DeadlineExceeded, EngineError, InvalidRequest, UnknownRoute
 from engines.raw_json import opened
 from engines.types import Dialect
 from gateway.dialects.rendering import Rendering
@@ -181,7 +181,10 @@ class Chat:
             return None
         prompt = self._tokens.prompt(conversation.rollout, asked)
         ids = Reply(asked["token_ids"], [Sample.of(choice | {"logprobs": _by_id(choice)}) for choice in cut])
-        await self._runner.go_on(prompt, ids)
+        try:
+            await self._runner.go_on(prompt, ids)
+        except (UnknownRoute, DeadlineExceeded):  # engines of another kind may make it from its messages
+            return None
         whole = opened(prompt.told(ids)["choices"])
         parsed = await self._parsed(conversation, asked["token_ids"], cut, whole)
         if parsed is None:

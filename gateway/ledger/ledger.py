@@ -161,6 +161,10 @@ class Ledger:
             self._is_read = True
             for user in self._users:
                 user.bring_back([one for one in left if one.name.startswith(user.kind)])
+            for one in left:
+                if not one.name.startswith(tuple(user.kind for user in self._users)):
+                    log.warning("a record of another release is dropped", record=one.name)
+                    Record(self, one.name).remove()
 
     async def run(self) -> None:
         """Give up a folder whose disk hangs: one small write does not end. Many writes that wait are only slow."""

@@ -13,6 +13,7 @@ import importlib.util
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -25,6 +26,7 @@ from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.scheduler import Scheduler
+from gateway.fleet.replica_calls import on_one
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.pauses import Pauses
@@ -244,7 +246,9 @@ class WeightCoordinator:
             return "not every replica can load weights from a folder"
         # In a mixed fleet trainers send over vLLM's backend.
         asked = next((replica for replica in members if replica.info.dialect is Dialect.VLLM), members[0])
-        if (backend := await transport_of(asked, self._config.control_timeout_s)) != self._relay.backend:
+        timeout_s = self._config.control_timeout_s
+        backend = await on_one(asked, partial(transport_of, timeout_s=timeout_s), timeout_s)
+        if backend != self._relay.backend:
             return f"engines receive over {backend}, the relay over {self._relay.backend} (weights.relay_device)"
         needed = "vllm" if self._config.relay_device else "torch"
         if importlib.util.find_spec(needed) is None:

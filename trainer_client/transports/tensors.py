@@ -149,7 +149,7 @@ def _parts(source: Source) -> Iterator[list[NamedOnes]]:
             param="named_tensors",
         )
     else:
-        yield [_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)]
+        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
 
 
 def _checked(named: Any) -> NamedOnes:
@@ -163,6 +163,21 @@ def _checked(named: Any) -> NamedOnes:
         f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
         param="named_tensors",
     )
+
+
+def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
+    """Merge tensors at one place in memory, such as tied weights of a state_dict, into one with several names."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for one in part:
+        names[_place(one.tensor)] += one.names
+    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Return what two tensors at one place have in common. Tensors without bytes here have no place."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:

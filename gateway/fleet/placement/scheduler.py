@@ -21,7 +21,7 @@ from engines.errors import (
     EngineGone,
     EngineUnreachable,
 )
-from engines.types import ReplicaState
+from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -312,9 +312,11 @@ class Scheduler:
 
     def _without(self, route: str, model: str) -> Sequence[Replica]:
         """Those that give a client its error where no replica of the model has the route; none where one that does not
-        serve now has it."""
+        serve now has it, or one that is missing may have it."""
         ours = [one for one in self._fleet.replicas if one.info.model == model and one.state is not ReplicaState.LOST]
-        return [] if any(route in one.info.capabilities for one in ours) else self._fleet.serving(model)
+        groups = map(self._fleet.models.groups.__getitem__, {group for group, *_ in self._fleet.missing})
+        may_come = any(one.served_name == model and one.kind is not EngineKind.SGLANG for one in groups)
+        return [] if may_come or any(route in one.info.capabilities for one in ours) else self._fleet.serving(model)
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy
@@ -325,6 +327,7 @@ class Scheduler:
         states = ", ".join(f"{r.replica_id} {r.state} version {r.weight_version}" for r in replicas) or "none"
         closed = f"; the gate is closed for: {', '.join(self.closed_for)}" if self._is_closed(model) else ""
         least = rollout.least_version(newest)
+        needs = f", which needs {rollout.needs_route}" if rollout.needs_route else ""
         demands = (
             f", which demands version {least} or newer (min_version = {rollout.min_version}, max_staleness = "
             f"{rollout.max_staleness}, the newest is {newest})"
@@ -332,6 +335,6 @@ class Scheduler:
             else ""
         )
         return (
-            f"no replica of {model!r} took the rollout{demands} within {self._config.queue_timeout_s:g} s "
+            f"no replica of {model!r} took the rollout{needs}{demands} within {self._config.queue_timeout_s:g} s "
             f"(gateway.queue_timeout_s); replicas: {states}{closed}{self._fleet.starts.text}"
         )

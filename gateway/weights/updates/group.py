@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 
@@ -12,7 +13,7 @@ from engines.errors import WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import on_all, try_on_all
+from gateway.fleet.replica_calls import on_all, on_one, try_on_all
 from gateway.weights.transfer_group import (
     TransferGroup,
     check_reachable,
@@ -57,7 +58,8 @@ class GroupArrival(Arrival):
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)
         await parts.read_canary(members)
-        group = TransferGroup(members, await transport_of(members[0], self._timeout_s))
+        asked = partial(transport_of, timeout_s=self._timeout_s)
+        group = TransferGroup(members, await on_one(members[0], asked, self._timeout_s))
 
         async def join(replica: Replica) -> None:
             await replica.engine.open_weight_group({**init_info, "rank_offset": ranks[replica]}, timeout_s)
@@ -200,7 +202,9 @@ class GroupArrival(Arrival):
         announced = update_info
         for replica in group.members:
             if has_others(announced, replica.info):
-                announced = await replica.engine.announced_as(update_info, self._timeout_s)
+                announced = await on_one(
+                    replica, lambda one: one.engine.announced_as(update_info, self._timeout_s), self._timeout_s
+                )
             check_tensors(announced, replica.info, "update_info")
         return announced
 

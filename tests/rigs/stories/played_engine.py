@@ -25,7 +25,7 @@ from engines.clients.connections import CannotConnect
 from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
-from engines.engine import Json, Take
+from engines.engine import Engine, Json, Take
 from engines.errors import WeightUpdateConflict
 from engines.reading.server import read
 from engines.store.draft import RawTensor, raw
@@ -531,8 +531,8 @@ class _Reader:
 
 
 class _Unconnected(HttpEngine):
-    def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
-        self.replica_id, self.url = replica_id, url
+    def __init__(self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> None:
+        Engine.__init__(self, replica_id, url, has_tee=has_tee)
 
 
 class PlayedClient(VllmEngine, _Unconnected):

@@ -97,6 +97,15 @@ async def test_the_next_gateway_has_what_was_written(user: User) -> None:
     assert await found(path_of(user)) == [[b"first", b"second"]]
 
 
+async def test_a_record_of_no_user_is_dropped(user: User) -> None:
+    await user.ledger.close()
+    folder = Folder(path_of(user))
+    folder.replace("submission-1", Word(b"of another release"))
+    folder.close()
+    assert await found(path_of(user)) == [[b"first", b"second"]]
+    assert not (path_of(user) / "submission-1").exists()
+
+
 async def test_a_record_that_is_written_anew_has_nothing_of_before_and_a_removed_one_is_gone(user: User) -> None:
     other = Record.new(user.ledger, "word")
     other.begin(Word(b"other"))

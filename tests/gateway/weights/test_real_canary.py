@@ -15,7 +15,6 @@ pytest.importorskip("trl")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engines.errors import WeightUpdateFailed
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines.real_trainer import TIMEOUT_S, trl_client
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, fleet
@@ -105,7 +104,7 @@ def test_a_head_that_stays_behind_is_found_and_its_replica_fenced(
     model = AutoModelForCausalLM.from_pretrained(tied)
     groups = {"good": good.model_copy(update={"num_replicas": 2}), "odd": odd}
     with app(groups) as real, trl_client(real.url) as client:
-        with pytest.raises(WeightUpdateFailed, match="replica odd-0"):
+        with pytest.raises(Exception, match="replica odd-0"):  # TRL raises no narrower one
             client.update_model_params(moved(model, 1e-2, seed=1))
         found = canaries(real)
         assert {name: one["result"] for name, one in found.items()} == {

@@ -1,5 +1,6 @@
 """A rollout goes to replicas that can do what its request asks, however busy they are."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,19 @@ async def test_images_wait_for_a_replica_that_is_away_rather_than_fail_on_one_th
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "content_parts": [IMAGE]}
     assert (await rig.post(TOKENS, body))[0] == 200
     assert images.busy == 0
+
+
+async def test_token_ids_wait_for_an_engine_that_is_missing_and_may_take_them(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    other, only = rig.fleet.replicas
+    other.info = replace(other.info, capabilities=frozenset())
+    dead = next(replica for replica in rig.replicas if replica.info.replica_id == only.replica_id)
+    await dead.kill()
+    await rig.until({other.replica_id: "SERVING"})
+    asking = asyncio.create_task(rig.post(TOKENS, {"token_ids": [5], "sampling_params": {"max_tokens": 1}}))
+    await rig.in_line()
+    await rig.add_replica(only.replica_id)
+    assert (await asking)[0] == 200
 
 
 async def test_rollouts_of_an_adapter_go_to_the_replicas_that_hold_it(start_rig: StartRig, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class ReplicaInfo:
     world_size: ranks in a weight group; 0 if the engine takes no weights.
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
+    has_plugin: True for an SGLang of others whose workers run our plugin.
     transport: the backend of weight transfer that it was started with; "" where it has to be asked.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
@@ -128,6 +129,7 @@ class ReplicaInfo:
     dialect: Dialect = Dialect.VLLM
     streams: bool = False
     has_tee: bool = False
+    has_plugin: bool = False
     transport: str = ""
     reload_reason: str = ""
     node: str = ""
@@ -152,8 +154,13 @@ class ReplicaInfo:
 
     @property
     def takes_packed(self) -> bool:
-        """True if it joins a trainer's transfer group. An SGLang that we start does."""
-        return self.dialect is Dialect.VLLM or self.has_tee
+        """True if it joins a trainer's transfer group. SGLang does with our plugin."""
+        return self.dialect is Dialect.VLLM or self.stages
+
+    @property
+    def stages(self) -> bool:
+        """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
+        return self.has_tee or self.has_plugin
 
     @property
     def loads_snapshots(self) -> bool:

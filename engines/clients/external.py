@@ -34,7 +34,7 @@ class _External(HttpEngine):
     """Client of a server that someone else started. `api_key` is the server's bearer key, if it needs one."""
 
     def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
-        super().__init__(info.replica_id, info.url, api_key)
+        super().__init__(info.replica_id, info.url, api_key, has_tee=info.has_plugin)
         self._info = info
 
     async def told_label(self, timeout_s: float) -> str:
@@ -181,6 +181,7 @@ class ExternalServer:
             engine_version=version or "unknown",
             capabilities=routes,
             dialect=dialect,
+            has_plugin=takes_weights and isinstance(probe, SglangEngine) and await _runs_our_plugin(probe),
         )
 
     def _chosen(self, models: list[Json]) -> Json:
@@ -194,6 +195,14 @@ class ExternalServer:
             f"the server at {self._url} has no model {wanted!r} (engine.model); it has {there}",
             replica_id=self._replica_id,
         )
+
+
+async def _runs_our_plugin(probe: SglangEngine) -> bool:
+    """Return True if the workers of the server run our plugin."""
+    try:
+        return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
+    except (EngineError, DeadlineExceeded):
+        return False
 
 
 async def _capabilities(probe: HttpEngine) -> tuple[frozenset[str], str, int]:

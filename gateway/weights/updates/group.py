@@ -268,8 +268,8 @@ class GroupArrival(Arrival):
             return "the trainer has paused generation"
         if any(one.info.world_size > 1 for one in members):
             return "a replica has several workers"
-        if other := next((one for one in members if not one.info.has_tee), None):
-            return f"{other.replica_id} runs without our plugin, or was not started by this gateway"
+        if other := next((one for one in members if not one.info.stages), None):
+            return f"{other.replica_id} runs without our plugin, or is a vLLM that this gateway did not start"
         fits = await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s)
         full = ", ".join(one.replica_id for one, has_room in zip(members, fits, strict=True) if not has_room)
         return f"no room for {size / 1e9:.1f} GB beside the weights of {full}" if full else ""

@@ -92,7 +92,7 @@ async def test_an_engine_without_our_code_says_so_and_not_that_it_has_no_room(ri
     replica = rig.fleet.replicas[1]
     replica.info = dataclasses.replace(replica.info, has_tee=False)
     await rig.update()
-    assert (await record(rig))["unstaged"].startswith("engine-1 runs without our plugin, or was not started")
+    assert (await record(rig))["unstaged"].startswith("engine-1 runs without our plugin, or is a vLLM that")
 
 
 async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:

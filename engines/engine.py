@@ -240,15 +240,18 @@ class Engine(ABC):
         Tokens of requests that run during the load are of no version. None may run where `loads_between_steps` of its
         description is False.
         """
-        await self.label_weights("", timeout_s)
+        await self._label("", timeout_s)
         asked = {"path": path, "version": version}
         # Our worker in SGLang answers False for a version that it leaves to SGLang.
         if not self._has_tee or False in await self._on_workers("load_snapshot", asked, timeout_s):
             await self._load_by_itself(path, timeout_s)
 
-    async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool = False) -> None:
-        """Label the weights, where the engine knows labels; `label` is "" for those that are being overwritten. A
-        restarted gateway believes those that are committed."""
+    async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
+        """Label the weights, where the engine knows labels. A restarted gateway believes those that are committed."""
+        await self._label(label, timeout_s, is_committed=is_committed)
+
+    async def _label(self, label: str, timeout_s: float, *, is_committed: bool = False) -> None:
+        """Label the weights; `label` is "" for those that are being overwritten."""
         text = label if is_committed else open_label(label, self._committed)
         self._held = None
         await self._set_label(text, timeout_s)

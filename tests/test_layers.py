@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 14219,
     "gateway/agents": 2269,
-    "engines": 10868,
+    "engines": 10871,
     "trainer_client": 2373,
     "sim": 2063,
     "tuning": 5106,

@@ -146,13 +146,13 @@ class SglangEngine(HttpEngine):
         await self._on_workers("close_group", {}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self.label_weights("", timeout_s)
+        await self._label("", timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         await self._on_workers("receive", self._receive(update_info, timeout_s), timeout_s)
 
     async def finish_weight_update(self, label: str, timeout_s: float) -> None:
-        await self.label_weights(label, timeout_s)
+        await self._label(label, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float) -> None:
         await self.drop_receipt(timeout_s)

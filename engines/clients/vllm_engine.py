@@ -41,7 +41,7 @@ class VllmEngine(HttpEngine):
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self.label_weights("", timeout_s)
+        await self._label("", timeout_s)
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ class VllmEngine(HttpEngine):
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
-        await self.label_weights("", timeout_s)
+        await self._label("", timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)

@@ -7,7 +7,7 @@ single stream for all prompts, which has none of these (docs/design/rollouts.md)
 import asyncio
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -204,11 +204,11 @@ def _checked_url(url: str) -> str:
 
 def _checked_prompts(prompts: Sequence[Prompt]) -> list[str | list[int]]:
     """Return the prompts as JSON can hold them."""
-    given = [] if isinstance(prompts, str) else prompts
     try:
-        plain = list(map(_plain, given))
+        # A mapping, such as a tokenizer's, would be read as its keys.
+        plain = prompts if isinstance(prompts, str | Mapping) else list(map(_plain, prompts))
         checked: list[str | list[int]] = msgspec.convert(plain, _Prompts)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError) as error:
         raise InvalidRequest(
             f"prompts is {prompts!r:.80}: give a list of texts, or of flat sequences of whole numbers ({error})",
             param="prompts",

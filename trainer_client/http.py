@@ -92,7 +92,10 @@ class GatewayHttp:
 
         `timeout_s` is None if the caller bounds the wait.
         """
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise InvalidRequest(f"{path}: JSON cannot hold the request: {error}") from error
         sent = {**(_JSON if body is not None else {}), **(headers or {})}
         async with self._request(method, path, data, sent, total=timeout_s) as response:
             return await self._read(path, response)

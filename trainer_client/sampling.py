@@ -36,6 +36,8 @@ class SamplingParams:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(given := getattr(self, "n"), str):  # noqa: B009 mypy takes it for a number
+            raise InvalidRequest(f"n = {given!r} is text: give a whole number", param="n")
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop = {self.stop!r} is a string: give a list of strings", param="stop")
         if taken := sorted(_OWN & set(self.extra)):

@@ -53,6 +53,8 @@ class Given:
             section = {str(part): section}
         self.tree = merge(self.tree, section)
         below = [leaf for leaf, _ in leaves(value, key)] if isinstance(value, dict) else []
+        around = [key[:n] for n in range(1, len(key))]  # at fault where such a section is unknown
+        self.places = dict.fromkeys(around, (origin, place)) | self.places
         self.places |= dict.fromkeys((key, *below), (origin, place))
 
     def put_text(self, key: Key, text: str, origin: Origin, place: str) -> None:

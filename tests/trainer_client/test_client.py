@@ -204,7 +204,17 @@ async def test_a_call_without_an_answer_ends_in_time_or_with_its_client() -> Non
             await asyncio.wait_for(calling, SOON_S)
 
 
-@pytest.mark.parametrize("prompts", ["one string", [], [[[1, 2]]], [3], [[1.5]], [None]])
+async def test_what_json_cannot_hold_is_told_with_its_prompt(client: RolloutClient) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt\[1\].*JSON"):
+        await client.generate(["good", "half an emoji: \ud83d"], TOKENS).gather()
+
+
+def test_a_number_of_samples_in_text_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="n = '2' is text"):
+        SamplingParams(n="2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", ["one string", [], [[[1, 2]]], [3], [[1.5]], [None], {"input_ids": [[5]]}, 5])
 async def test_prompts_of_a_wrong_form_are_refused_before_anything_is_sent(client: RolloutClient, prompts: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompts") as refused:
         client.generate(prompts, TOKENS)

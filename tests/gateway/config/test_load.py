@@ -179,6 +179,11 @@ USAGE = "expected --key value, --key=value or key=value"
             {"ROLLOUT_GATEWAY_GATEWY__PORT": "1"},
             "environment variable ROLLOUT_GATEWAY_GATEWY__PORT: unknown section gatewy; did you mean gate",
         ),
+        (
+            ["gateway.submissions.max_bytes=5"],
+            {},
+            "argument gateway.submissions.max_bytes: gateway.submissions: unknown",
+        ),
         (["--gateway.port"], {}, f"argument --gateway.port: {USAGE}"),
         (["gateway.port"], {}, f"argument gateway.port: {USAGE}"),
         (["--gateway.port", "--name=a"], {}, f"argument --gateway.port: {USAGE}"),

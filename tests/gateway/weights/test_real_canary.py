@@ -22,6 +22,9 @@ from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
 
+PATIENT = {"canary": {"timeout_s": 300.0}}
+"""A canary beside a full batch takes as long as a busy machine lets it."""
+
 # Runs before anything else in every process of the engine: vLLM then leaves a tied head as its own code leaves it.
 _WITHOUT_REPAIR = """
 import sys
@@ -147,7 +150,7 @@ def test_nan_that_refused_weights_left_in_the_kv_reaches_no_rollout(
     body = {"prompt": list(range(10, 40)), "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     with (
         ThreadPoolExecutor(1) as pool,
-        fleet(COMMITTED, tmp_path, num_replicas=1, levers={"max_num_seqs": 16}, weights=weights) as real,
+        fleet(COMMITTED, tmp_path, num_replicas=1, levers={"max_num_seqs": 16}, weights=PATIENT | weights) as real,
         BlockingRolloutClient(real.url) as client,
         WeightSender(client, transport=transport, timeout_s=TIMEOUT_S) as sender,
     ):

@@ -64,7 +64,7 @@ async def test_an_agent_loop_returns_all_rows_of_a_session_and_that_of_its_last_
     assert last.extra_fields["min_global_steps"] == last.extra_fields["max_global_steps"] == 1
     assert (await rig.get("/v1/sessions"))[1]["sessions"] == []
     page = await (await rig.client.get(f"{rig.url}/metrics")).text()
-    assert f'session_tokens_total{{step="delivered"}} {3 * TURN["max_tokens"]}.0' in page
+    assert f'session_tokens_total{{step="captured"}} {3 * TURN["max_tokens"]}.0' in page
 
 
 @pytest.mark.slow

@@ -22,14 +22,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
         yield running
 
 
-LATE = 3
-"""The exit code of a run whose generator was late, as on a busy machine."""
-
-
 async def run(scenario: str, fleet: RealFleet, folder: Path, *options: str) -> Ended:
     """A run in which nothing may fail."""
     ended = await locust(scenario, fleet.url, folder, *SHORT, *options)
-    assert ended.code in (0, LATE), ended.said
+    assert ended.code == 0, ended.said
     assert ended.figures["failures"] == 0
     return ended
 

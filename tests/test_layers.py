@@ -49,7 +49,7 @@ LINES = {
     "trainer_client": 2378,
     "sim": 2063,
     "tuning": 5106,
-    "loadtests": 7054,
+    "loadtests": 7056,
     "trainer_client/sessions": 597,
     "loadtests/sessions": 563,
 }

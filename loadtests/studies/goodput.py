@@ -71,6 +71,7 @@ async def ask_on(session: aiohttp.ClientSession, streams: list[Stream], caller: 
     """Run one stream after another, until cancelled, and append each to `streams`."""
     drawn = random.Random(caller)
     body = {"max_tokens": args.tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    await asyncio.sleep(4 * drawn.random())  # callers in step would send all their prompts at once
     for turn in itertools.count():
         streams.append(Stream(f"goodput-{os.getpid()}-{caller}-{turn}"))
         prompt = [drawn.randrange(3, args.vocabulary) for _ in range(args.prompt_tokens)]

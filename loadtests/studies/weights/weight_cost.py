@@ -230,6 +230,7 @@ class Bench:
             "summary": summarise(self.windows, self.updates, self._args.every_s) if is_whole else {},
             "windows": [asdict(one) for one in self.windows], "pushes": [(at, asdict(one)) for at, one in self.pushes],
             "updates": self.updates, "restores": [asdict(one) for one in self.restores], "errors": self.errors,
+            "tokens": list(zip(self._count.times, self._count.totals, strict=True)),
         }  # fmt: skip
 
 

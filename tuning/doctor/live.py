@@ -5,7 +5,6 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from engines.errors import ConfigError, GatewayUnreachable, UsageError
 from engines.types import EngineKind
 from gateway.cli.cluster.serve_api import opener
 from gateway.config.load import Setting, revealed
-from gateway.fleet.watch.engine_page import kv_tokens_of
 from tuning.doctor.engine_view import EngineView
 
 if TYPE_CHECKING:
@@ -87,12 +85,12 @@ class Live:
 
     def kv_tokens(self) -> dict[str, int]:
         """Return the tokens that fit each replica's KV cache, where its engine reports them."""
-        rows = defaultdict[str, list[Mapping[str, str]]](list)
-        for sample in self.samples:
-            if sample.name == "vllm:cache_config_info" and "replica" in sample.labels:
-                rows[sample.labels["replica"]].append(sample.labels)
-        found = {replica: kv_tokens_of(labels) for replica, labels in rows.items()}
-        return {replica: tokens for replica, tokens in found.items() if tokens is not None}
+        found: dict[str, int] = {}
+        for sample in self.samples:  # a row for each copy of the model
+            size = sample.labels.get("kv_cache_size_tokens", "")
+            if "replica" in sample.labels and size.isdecimal():
+                found[sample.labels["replica"]] = found.get(sample.labels["replica"], 0) + int(size)
+        return found
 
     def seconds_of_update_steps(self) -> dict[str, float]:
         """Seconds of the last update by step; empty before the first."""

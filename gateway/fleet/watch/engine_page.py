@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -48,24 +48,6 @@ def read_load(page: str) -> EngineLoad:
     for lower, upper in zip([None, *edges], edges, strict=False):
         load.lengths[upper] = cumulated[upper] - (0.0 if lower is None else cumulated[lower])
     return load
-
-
-def kv_tokens_of(rows: Iterable[Mapping[str, str]]) -> int | None:
-    """The tokens by the labels of `vllm:cache_config_info`, which has a row for each copy of the model.
-
-    Newer vLLM names the tokens of the row's own copy. Blocks are those of all copies together, in each row, and in a
-    model with other layers than full attention a block holds other tokens than `block_size` says.
-    """
-    rows = list(rows)
-    if own := sum(_whole(row, "kv_cache_size_tokens") for row in rows):
-        return own
-    return max((_whole(row, "num_gpu_blocks") * _whole(row, "block_size") for row in rows), default=0) or None
-
-
-def _whole(row: Mapping[str, str], label: str) -> int:
-    """A count; 0 where a row lacks it."""
-    text = row.get(label, "")
-    return int(text) if text.isdecimal() else 0
 
 
 def read_total(page: str, names: tuple[str, ...]) -> float | None:

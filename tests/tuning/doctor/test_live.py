@@ -71,9 +71,9 @@ def copied(store_s: float) -> Live:
 
 SLOW = replica("a") | {"reload_reason": "quantization fp8"}
 NOT_JOINED = [{"group": "engine", "reason": "has not joined yet: out of memory"}]
-FEW_BLOCKS = ("vllm:cache_config_info", {"replica": "a", "num_gpu_blocks": "300", "block_size": "16"}, 1.0)
+FEW_TOKENS = ("vllm:cache_config_info", {"replica": "a", "kv_cache_size_tokens": "4800"}, 1.0)
 LENGTH = {"vllm_config": {"model_config": {"max_model_len": 4096}}}
-FEW = replace(page(FEW_BLOCKS, replicas=[replica("a")]), server_info=LENGTH)
+FEW = replace(page(FEW_TOKENS, replicas=[replica("a")]), server_info=LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_rules_of_engines_judge_what_a_running_vllm_says_of_itself() -> None
         "cache_config": {"gpu_memory_utilization": 0.5},
         "device_config": {"device": "cuda"},
     }
-    cache = ("vllm:cache_config_info", {"replica": "a", "num_gpu_blocks": "1000", "block_size": "16"}, 1.0)
+    cache = ("vllm:cache_config_info", {"replica": "a", "kv_cache_size_tokens": "16000"}, 1.0)
     live = page(cache, replicas=[replica("a")])
     live = Live(live.url, live.status, live.samples, {"vllm_config": config})
     found = examine(subject_of(live=live))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.fleet.watch.engine_page import kv_tokens_of, read_load
+from gateway.fleet.watch.engine_page import read_load
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -45,23 +45,3 @@ def test_a_page_with_odd_values_is_no_error(value: str) -> None:
     separator = "" if value.startswith("{") else " "
     page = "".join(f"{name}{separator}{value}\n" for name in names)
     assert read_load(page).lengths == {}
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens"),
-    [
-        ([{"block_size": "16", "num_gpu_blocks": "150"}], 2400),
-        ([{"block_size": "16", "num_gpu_blocks": "150"}] * 2, 2400),
-        ([{"block_size": "16", "num_gpu_blocks": "150", "kv_cache_size_tokens": "1200"}] * 2, 2400),
-        ([{"block_size": "8", "num_gpu_blocks": "320", "kv_cache_size_tokens": "463459"}], 463_459),
-        ([{"block_size": "8", "num_gpu_blocks": "320", "kv_cache_size_tokens": "None"}], 2560),
-        ([{"block_size": "16", "num_gpu_blocks": "None"}], None),
-        ([], None),
-    ],
-    ids=[
-        "a copy", "the blocks of both copies in each row", "tokens of each copy", "layers of several kinds",
-        "a size that is not known", "neither known", "none",
-    ],
-)  # fmt: skip
-def test_the_size_of_the_kv_cache(rows: list[dict[str, str]], tokens: int | None) -> None:
-    assert kv_tokens_of(rows) == tokens

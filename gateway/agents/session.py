@@ -204,8 +204,8 @@ class Session:
     def _end(self, call: Call, **how: Any) -> None:
         self._change(call.facts.call, ended=time.time(), **how)
         tokens = self._metrics.session_tokens
-        tokens.inc(call.num_sampled, "sampled")
-        tokens.inc(len(call.token_ids), "captured")
+        tokens.labels("sampled").inc(call.num_sampled)
+        tokens.labels("captured").inc(len(call.token_ids))
         if call.is_scored:
             self._metrics.missing_logprobs.inc(sum(map(math.isnan, call.logprobs)))
         if call.facts.mask is not None:

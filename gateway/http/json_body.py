@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -124,9 +124,12 @@ async def send_events(request: web.Request, work: Streaming) -> web.StreamRespon
 
 
 async def send_pieces(
-    request: web.Request, pieces: Sequence[bytes], before_end: BeforeEnd | None = None
+    request: web.Request,
+    pieces: Sequence[bytes],
+    before_end: BeforeEnd | None = None,
+    headers: Mapping[str, str] = _JSON,
 ) -> web.StreamResponse:
-    """Send JSON in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
+    """Send a reply in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
     `ConnectionError` where the client is gone.
 
     `before_end` is awaited before the last piece, without which no client takes the reply for whole.
@@ -136,10 +139,10 @@ async def send_pieces(
     if num_bytes < _SMALL_BYTES:
         if before_end is not None:
             await before_end()
-        response = web.Response(body=b"".join(pieces), headers=_JSON)
+        response = web.Response(body=b"".join(pieces), headers=headers)
         await response.prepare(request)
     else:
-        response, last = web.StreamResponse(headers=_JSON), pieces[-1]
+        response, last = web.StreamResponse(headers=headers), pieces[-1]
         response.content_length = num_bytes
         await response.prepare(request)
         for block in _blocks(pieces[:-1]):

@@ -210,6 +210,12 @@ class Deliveries:
         for made_by, number in tokens.items():
             self._metrics.delivered_tokens(model, max(0, min(target - int(made_by), _MOST_BEHIND))).inc(number)
 
+    def count_tokens(self, model: str, usage: Json | None) -> None:
+        """Count the tokens of a reply."""
+        usage = usage or {}
+        self._metrics.prompt_tokens(model).inc(usage.get("prompt_tokens") or 0)
+        self._metrics.completion_tokens(model).inc(usage.get("completion_tokens") or 0)
+
     def count_batch(self, model: str, seconds: Sequence[float]) -> None:
         """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
         if len(seconds) > 1:

@@ -134,23 +134,18 @@ async def send_pieces(
 
     `before_end` is awaited before the last piece, without which no client takes the reply for whole.
     """
-    response: web.StreamResponse
-    num_bytes, last = sum(map(len, pieces)), b""
+    num_bytes = sum(map(len, pieces))
     if num_bytes < _SMALL_BYTES:
-        if before_end is not None:
-            await before_end()
-        response = web.Response(body=b"".join(pieces), headers=headers)
-        await response.prepare(request)
-    else:
-        response, last = web.StreamResponse(headers=headers), pieces[-1]
-        response.content_length = num_bytes
-        await response.prepare(request)
-        for block in _blocks(pieces[:-1]):
-            await response.write(block)
-            await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
-        if before_end is not None:
-            await before_end()
-    await response.write_eof(last)
+        pieces = [b"".join(pieces)]
+    response = web.StreamResponse(headers=headers)
+    response.content_length = num_bytes
+    await response.prepare(request)
+    for block in _blocks(pieces[:-1]):
+        await response.write(block)
+        await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
+    if before_end is not None:
+        await before_end()
+    await response.write_eof(pieces[-1])
     return response
 
 

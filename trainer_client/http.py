@@ -22,7 +22,6 @@ from gateway.api import error_of
 Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
-PACKED = "application/msgpack"
 _SILENT_S = 60.0
 _JSON = {"Content-Type": "application/json"}
 _HEAD = struct.Struct(">xI")
@@ -103,7 +102,7 @@ class GatewayHttp:
     async def records(self, path: str) -> list[Json]:
         """Return the records of an answer in msgpack, each of which comes after its length. Raise the gateway's error,
         or as `answer` does, also where no byte comes for a minute."""
-        async with self._request("GET", path, None, {"Accept": PACKED}, sock_read=_SILENT_S) as response:
+        async with self._request("GET", path, None, {}, sock_read=_SILENT_S) as response:
             if response.status >= 300:
                 raise (await self._read(path, response)).error
             content = memoryview(await response.read())

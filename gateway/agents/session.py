@@ -5,7 +5,7 @@ import math
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from functools import partial
@@ -27,7 +27,6 @@ from gateway.ledger.ledger import Record
 
 SCHEMA_VERSION = 1
 CLIENT_LEFT = "client_left"
-_AT_ONCE_BYTES = 1 << 18
 _CUT_S = 10.0
 
 
@@ -204,8 +203,8 @@ class Session:
     def _end(self, call: Call, **how: Any) -> None:
         self._change(call.facts.call, ended=time.time(), **how)
         tokens = self._metrics.session_tokens
-        tokens.inc(call.num_sampled, "sampled")
-        tokens.inc(len(call.token_ids), "captured")
+        tokens.labels("sampled").inc(call.num_sampled)
+        tokens.labels("captured").inc(len(call.token_ids))
         if call.is_scored:
             self._metrics.missing_logprobs.inc(sum(map(math.isnan, call.logprobs)))
         if call.facts.mask is not None:
@@ -277,18 +276,14 @@ class Session:
             "tokens": self.num_tokens,
         }
 
-    async def read(self) -> AsyncGenerator[list[bytes]]:
-        """Yield the calls in order, some at a time, then the end."""
-        calls, media = list(self.calls), dict(self._media)
-        some: list[bytes] = []
-        for call in calls:
+    def records(self) -> Iterator[Json]:
+        """Yield the calls in order, then the end, as readers get them after the head."""
+        media = dict(self._media)
+        for call in self.calls:
             found = [(name, media.pop(name, None)) for name in call.facts.media]  # with the first call that has it
             told = [{"id": name} | (msgspec.structs.asdict(one) if one else {}) for name, one in found]
-            some.append(msgspec.msgpack.encode(call.report() | {"media": told}))
-            if sum(map(len, some)) > _AT_ONCE_BYTES:
-                yield some
-                some = []
-        yield [*some, msgspec.msgpack.encode({"type": "end", "calls": len(calls)})]
+            yield call.report() | {"media": told}
+        yield {"type": "end", "calls": len(self.calls)}
 
     # Ledger
 

@@ -65,8 +65,8 @@ class Answer:
     """The answer to a turn.
 
     `message` is an assistant's message of a chat reply: `content`, `reasoning` and `tool_calls`. `finish_reason` is
-    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it. `served_model` is the
-    fleet's name of it. `undelivered` notes that the client has left before it had all of the answer.
+    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it. `undelivered`
+    notes that the client has left before it had all of the answer.
     """
 
     id: str
@@ -77,7 +77,6 @@ class Answer:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
-    served_model: str = ""
     undelivered: Callable[[], None] = lambda: None
 
     @property

@@ -71,12 +71,12 @@ class Turns:
 
     def _told(self, turn: Turn, answer_id: str, rollout: Rollout, choice: Json, usage: Json) -> Answer:
         self.deliveries.count(rollout.model, [choice])
+        self.deliveries.count_tokens(rollout.model, usage)
         message = choice["message"]
         calls = choice["finish_reason"] == "stop" and message.get("tool_calls")
         return Answer(
             id=answer_id,
             model=turn.model or "",
-            served_model=rollout.model,
             message=message,
             finish_reason="tool_calls" if calls else choice["finish_reason"],
             stop_reason=choice.get("stop_reason"),

@@ -4,7 +4,6 @@ A trusted network stands for people's own programs. A page in a browser on a tru
 front of the gateway, send other people's requests from the same address, so such requests need a key.
 """
 
-import hashlib
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +18,7 @@ from aiohttp import web
 from engines.errors import NotAllowed, RolloutGatewayError
 from gateway.api import GONE, status_of
 from gateway.config.schema import GatewayConfig
-from gateway.http.guard.keys import Keys, SessionKey
+from gateway.http.guard.keys import Keys, SessionKey, digest
 
 log = structlog.get_logger()
 
@@ -62,7 +61,7 @@ class Access:
             request[CLIENT] = TRUSTED
             if not self._trusts(request):
                 self.name_of(key := _given(request), admin=False)
-                request[CLIENT] = _digest(key)
+                request[CLIENT] = digest(key)
             return await handler(request)
 
         return checked
@@ -71,7 +70,11 @@ class Access:
         """Check for an inference key; a request without a key gets `otherwise`."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            return await (handler if self._opens(request, admin=False) else otherwise)(request)
+            try:
+                self._key_of(request, admin=False)
+            except NotAllowed:
+                return await otherwise(request)
+            return await handler(request)
 
         return checked
 
@@ -82,7 +85,7 @@ class Access:
             if has_session_key(request):
                 raise NotAllowed("a session's key opens its turns alone: send the key that began it", known=True)
             self._key_of(request, admin=False)
-            request[CLIENT] = _digest(_given(request)) if self._signs(request) else TRUSTED
+            request[CLIENT] = digest(_given(request)) if self._signs(request) else TRUSTED
             return await handler(request)
 
         return checked
@@ -101,7 +104,7 @@ class Access:
                 raise NotAllowed("this is no key of a session: its signer's key is not known here", known=False)
             if named not in ("", key.session):
                 raise NotAllowed(f"this key opens the session {key.session!r} alone", known=True)
-            request[SESSION], request[CLIENT] = key.session, TRUSTED if signer is None else _digest(signer)
+            request[SESSION], request[CLIENT] = key.session, TRUSTED if signer is None else digest(signer)
             return await handler(request)
 
         return checked
@@ -172,13 +175,6 @@ class Access:
             )
         return name
 
-    def _opens(self, request: web.Request, *, admin: bool) -> bool:
-        try:
-            self._key_of(request, admin=admin)
-        except NotAllowed:
-            return False
-        return True
-
     def _find_network(self, peer: str) -> bool:
         address = _address_of(peer)
         return address is not None and any(address in network for network in self._trusted)
@@ -187,11 +183,6 @@ class Access:
 def has_session_key(request: web.Request) -> bool:
     """True for a request with the key of a session, whether or not that opens anything."""
     return SessionKey.read(_given(request)) is not None
-
-
-def _digest(key: str) -> str:
-    """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def _given(request: web.Request) -> str:

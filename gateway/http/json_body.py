@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -124,30 +124,28 @@ async def send_events(request: web.Request, work: Streaming) -> web.StreamRespon
 
 
 async def send_pieces(
-    request: web.Request, pieces: Sequence[bytes], before_end: BeforeEnd | None = None
+    request: web.Request,
+    pieces: Sequence[bytes],
+    before_end: BeforeEnd | None = None,
+    headers: Mapping[str, str] = _JSON,
 ) -> web.StreamResponse:
-    """Send JSON in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
+    """Send a reply in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
     `ConnectionError` where the client is gone.
 
     `before_end` is awaited before the last piece, without which no client takes the reply for whole.
     """
-    response: web.StreamResponse
-    num_bytes, last = sum(map(len, pieces)), b""
+    num_bytes = sum(map(len, pieces))
     if num_bytes < _SMALL_BYTES:
-        if before_end is not None:
-            await before_end()
-        response = web.Response(body=b"".join(pieces), headers=_JSON)
-        await response.prepare(request)
-    else:
-        response, last = web.StreamResponse(headers=_JSON), pieces[-1]
-        response.content_length = num_bytes
-        await response.prepare(request)
-        for block in _blocks(pieces[:-1]):
-            await response.write(block)
-            await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
-        if before_end is not None:
-            await before_end()
-    await response.write_eof(last)
+        pieces = [b"".join(pieces)]
+    response = web.StreamResponse(headers=headers)
+    response.content_length = num_bytes
+    await response.prepare(request)
+    for block in _blocks(pieces[:-1]):
+        await response.write(block)
+        await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
+    if before_end is not None:
+        await before_end()
+    await response.write_eof(pieces[-1])
     return response
 
 

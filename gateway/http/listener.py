@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -118,47 +119,17 @@ class Listener:
         )
         await runner.setup()
         try:
-            host, port = await listen(runner, config.gateway)
-            url = url_of(host, port)
-            # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(20_000)
-            self._started.set_result((asyncio.get_running_loop(), stopping, url))
-            await stopping.wait()
+            with contextlib.closing(await listen(runner, config.gateway)) as listening:
+                url = url_of(*listening.sockets[0].getsockname()[:2])
+                # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(20_000)
+                self._started.set_result((asyncio.get_running_loop(), stopping, url))
+                await stopping.wait()
         finally:
             gc.unfreeze()
             await runner.cleanup()
-
-
-class Door(web.BaseSite):
-    """Listens for the clients of an application."""
-
-    def __init__(self, runner: web.AppRunner, host: str, port: int) -> None:
-        super().__init__(runner, backlog=_BACKLOG)
-        self._address = host, port
-
-    @property
-    def name(self) -> str:
-        return "http://{}:{}".format(*self._address)
-
-    async def start(self) -> None:
-        await super().start()
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, *self._address, backlog=self._backlog)
-        for listening in self._server.sockets:
-            with socket.socket(fileno=os.dup(listening.fileno())) as ours:  # uvloop's own has no options
-                ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
-
-    def _connection(self) -> "Connection":
-        assert self._runner.server is not None
-        loop = asyncio.get_running_loop()
-        return Connection(
-            self._runner.server,
-            loop=loop,
-            access_log=None,  # type: ignore[arg-type]  # there is none
-            keepalive_timeout=_KEEPALIVE_S,
-        )
 
 
 class Connection(RequestHandler):
@@ -186,17 +157,28 @@ class Connection(RequestHandler):
         return response
 
 
-async def listen(runner: web.AppRunner, gateway: GatewayConfig) -> tuple[str, int]:
-    """Begin to serve an application; return the address. Raise `ConfigError` for one that cannot be bound."""
+async def listen(runner: web.AppRunner, gateway: GatewayConfig) -> asyncio.Server:
+    """Begin to serve an application; return what listens. Raise `ConfigError` for an address that cannot be bound."""
+    loop, server = asyncio.get_running_loop(), runner.server
+    assert server is not None
+    connected = partial(
+        Connection,
+        server,
+        loop=loop,
+        access_log=None,  # type: ignore[arg-type]  # there is none
+        keepalive_timeout=_KEEPALIVE_S,
+    )
     try:
-        await Door(runner, gateway.host, gateway.port).start()
+        listening = await loop.create_server(connected, gateway.host, gateway.port, backlog=_BACKLOG)
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
             f"gateway.port = {gateway.port} on {gateway.host} cannot be bound: {reason}; choose another port, or 0"
         ) from error
-    host, port = runner.addresses[0][:2]
-    return host, port
+    for theirs in listening.sockets:
+        with socket.socket(fileno=os.dup(theirs.fileno())) as ours:  # uvloop's own has no options
+            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
+    return listening
 
 
 async def _store_is_free(config: Config) -> None:

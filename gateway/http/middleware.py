@@ -34,7 +34,7 @@ _HAS_BEGUN = web.RequestKey("has_begun", bool)
 
 
 class Measurement:
-    """Counts requests, their times and tokens."""
+    """Counts requests and their times."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -59,14 +59,9 @@ class Measurement:
                 request.transport.close()
                 response = None
         finally:
-            self._metrics.requests.inc(1, route, GONE if response is None else response.status)
-            self._metrics.request_seconds.observe(time.monotonic() - began, route)
+            self._metrics.requests(route, GONE if response is None else response.status).inc()
+            self._metrics.request_seconds(route).observe(time.monotonic() - began)
         return web.Response(status=GONE) if response is None else response  # nobody reads the first
-
-    def count_tokens(self, model: str, usage: Json | None) -> None:
-        usage = usage or {}
-        self._metrics.prompt_tokens.inc(usage.get("prompt_tokens") or 0, model)
-        self._metrics.completion_tokens.inc(usage.get("completion_tokens") or 0, model)
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:

@@ -61,23 +61,13 @@ class GatewayServer:
         self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._sessions = Sessions(config.gateway.sessions, self._ledger, metrics)
-        agents = AgentRoutes(
-            Turns(rendering, tokens, chat, deliveries, self._sessions, Tails(rendering)), self._measurement
-        )
+        agents = AgentRoutes(Turns(rendering, tokens, chat, deliveries, self._sessions, Tails(rendering)))
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
             FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks),
             models,
-            RolloutRoutes(
-                completions,
-                chat,
-                tokens,
-                self._measurement,
-                deliveries,
-                self._replays,
-                agents.create_chat,
-            ),
+            RolloutRoutes(completions, chat, tokens, deliveries, self._replays, agents),
             agents,
             SessionRoutes(self._sessions),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),

@@ -3,8 +3,8 @@
     python -m loadtests.sessions.judge [--tokens 1000000] [--agents 24] [--replicas 3] [--update-every 10]
                                        [--kill-every 30] [--kill-gateway-every 120]
 
-It shares no code with the gateway: `agents.py` speaks plain HTTP, `oracle.py` knows prompts and versions alone. Only
-the rows are read by the trainer's client, whose counts are compared. The exit status is 1 if anything differs, or if
+It shares no code with the gateway: `agents.py` speaks plain HTTP, `oracle.py` knows prompts and versions alone. Records
+are read by the trainer's client, whose counts of rows are compared. The exit status is 1 if anything differs, or if
 less than 99.9 % of the tokens come as trainable rows.
 """
 
@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-import orjson
 
 from engines.config import SimConfig
 from loadtests.chaos.faults import CallFailed, Newest, Trainer
@@ -37,6 +37,8 @@ _SIM = SimConfig(load_s=0.1, decode_step_s=0.004, mean_tokens=64, kv_tokens=4_00
 _KEY, _ADMIN = "judge-inference", "judge-admin"
 _UP_S, _CALL_S = 120.0, 120.0
 _LEAST = 0.999
+ARRAYS = {"prompt_token_ids": "i", "token_ids": "i", "logprobs": "f"}
+"""Fields of a call that come as bytes, and the type of their numbers."""
 
 
 @dataclass
@@ -125,7 +127,7 @@ async def _session(
         trial.lost.append(f"{name}: {error}")
     trial.retried += agent.retried
     await sessions.freeze(name, draw.random(), wait_s=5.0)
-    records = await records_of(http, name)
+    records = await records_of(sessions, name)
     judge(SimModel.of(_SIM), name, records, agent.answered, trial.verdict)
     session = await sessions.read(name)
     counts, rows = counts_of(session), trajectories_of(session)
@@ -138,17 +140,13 @@ async def _session(
     await sessions.ack(name)
 
 
-async def records_of(http: aiohttp.ClientSession, name: str) -> list[Json]:
-    """Return the lines of a session's record, also where the gateway is away for a while."""
-    headers = {"Authorization": f"Bearer {_KEY}", "Accept": "application/x-ndjson"}
-    async with asyncio.timeout(_UP_S):
-        while True:
-            with suppress(aiohttp.ClientError, ConnectionError):
-                async with http.get(f"/v1/sessions/{name}", headers=headers) as response:
-                    lines = (await response.read()).splitlines()
-                    if response.status == 200 and lines and b'"end"' in lines[-1]:
-                        return [orjson.loads(line) for line in lines]
-            await asyncio.sleep(0.3)
+async def records_of(sessions: Sessions, name: str) -> list[Json]:
+    """Return a session's record, with ids and log-probs as numbers."""
+    records = await sessions.records(name)
+    for record in records:
+        given = {field: (kind, record.get(field)) for field, kind in ARRAYS.items()}
+        record.update({field: array(kind, held).tolist() for field, (kind, held) in given.items() if held is not None})
+    return records
 
 
 async def _updates(trainer: Trainer, trial: Trial, every_s: float) -> None:

@@ -216,8 +216,8 @@ class Rig:
     async def listen(self) -> "Rig":
         await self._runner.setup()
         gateway = self.config.gateway.model_copy(update={"port": 0})
-        _, port = await listen(self._runner, gateway)
-        self.url = f"http://127.0.0.1:{port}"
+        self._listening = await listen(self._runner, gateway)
+        self.url = f"http://127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
         return self
 
     async def add_replica(self, replica_id: str, seed: int = 0) -> SimReplica:
@@ -249,6 +249,7 @@ class Rig:
 
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""
+        self._listening.close()
         await self._runner.cleanup()
 
     async def stop(self) -> None:

@@ -1,10 +1,13 @@
 """Records of sessions as the gateway sends them, made up."""
 
 import math
+from array import array
 from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
+
+from loadtests.sessions.judge import ARRAYS
+from trainer_client.sessions.records import Session, read_session
 
 Json = dict[str, Any]
 
@@ -18,7 +21,7 @@ def call(
     ids: tuple[int, ...] = (7, 8),
     **more: Any,
 ) -> Json:
-    """Return the record of a call, as JSON has it; version 3 made its tokens."""
+    """Return the record of a call, with ids and log-probs as lists; version 3 made its tokens."""
     before = 0 if parent is None else parent["prompt_tokens"] + len(parent["token_ids"])
     return {
         "type": "call", "call": number, "parent": None if parent is None else parent["call"], "dialect": "messages",
@@ -38,15 +41,14 @@ def events(*calls: Json, **head: Any) -> list[Json]:
     return [first, *calls, {"type": "end", "calls": len(calls)}]
 
 
-def as_bytes(record: Json) -> Json:
-    """Return a record with its arrays as msgpack has them."""
-    dtypes = {"token_ids": "<i4", "prompt_token_ids": "<i4", "logprobs": "<f4"}
-    return {
-        name: np.asarray(value, float if name == "logprobs" else int).astype(dtypes[name]).tobytes()
-        if name in dtypes and value is not None
-        else value
-        for name, value in record.items()
-    }
+def session_of(records: list[Json]) -> Session:
+    """Return the session in records, whose ids and log-probs come as bytes."""
+    return read_session([record | _arrays(record) for record in records])
+
+
+def _arrays(record: Json) -> Json:
+    given = {name: (kind, record.get(name)) for name, kind in ARRAYS.items()}
+    return {name: array(kind, value).tobytes() for name, (kind, value) in given.items() if value is not None}
 
 
 @st.composite

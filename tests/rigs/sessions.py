@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import orjson
-
+from loadtests.sessions.judge import records_of
 from tests.rigs.rig import Json, Rig
 from trainer_client import RolloutClient
 from trainer_client.sessions.calls import Sessions
@@ -33,12 +32,14 @@ async def said(rig: Rig, session: str, *before: str, **fields: Any) -> str:
     return "".join(block["text"] for block in reply["content"])
 
 
-async def record(rig: Rig, session: str) -> tuple[Json, list[Json]]:
-    """The head and the calls of a session, as NDJSON has them."""
-    async with rig.client.get(f"{rig.url}/v1/sessions/{session}") as response:
-        content = await response.read()
-        assert response.status == 200, content
-    head, *calls, end = map(orjson.loads, content.splitlines())
+async def record(rig: Rig, session: str, key: str = "") -> tuple[Json, list[Json]]:
+    """The head and the calls of a session, with ids and log-probs as numbers."""
+    return await record_at(rig.url, session, key)
+
+
+async def record_at(url: str, session: str, key: str = "") -> tuple[Json, list[Json]]:
+    async with RolloutClient(url, api_key=key) as client:
+        head, *calls, end = await records_of(Sessions(client), session)
     assert end == {"type": "end", "calls": len(calls)}
     return head, calls
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
-from engines.errors import DeadlineExceeded, GatewayUnreachable, UnknownRoute
+from engines.errors import DeadlineExceeded, UnknownRoute
 from trainer_client.client import RolloutClient
 from trainer_client.http import Json
 from trainer_client.retries import Retries, now
@@ -67,14 +67,11 @@ class Sessions:
 
     async def read(self, session_id: str) -> Session:
         """Return a session with all its calls, open or frozen."""
+        return read_session(await self.records(session_id))
 
-        async def ask(_: float) -> Session:
-            events = await self._http.records(_path(session_id))
-            if not events or events[-1]["type"] != "end":
-                raise GatewayUnreachable(f"the records of session {session_id!r} broke off")
-            return read_session(events)
-
-        return await self._again(ask, _READ_TIMEOUT_S)
+    async def records(self, session_id: str) -> list[Json]:
+        """Return a session as the gateway sends it, ids and log-probs as bytes."""
+        return await self._again(lambda _: self._http.records(_path(session_id)), _READ_TIMEOUT_S)
 
     async def ack(self, session_id: str) -> None:
         """Let the gateway forget a frozen session that is stored here. One that it has forgotten stays so."""

@@ -91,7 +91,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def read_session(events: Sequence[Json]) -> Session:
-    """Return the session in the records of GET /v1/sessions/ID, decoded from msgpack or from lines of JSON.
+    """Return the session in the records of GET /v1/sessions/ID.
 
     Raise `RolloutGatewayError` for records of a newer schema, and `EngineFailed` for others that are not as they
     should be.
@@ -116,8 +116,5 @@ def read_session(events: Sequence[Json]) -> Session:
 
 
 def _array(kind: Any, given: Any) -> NDArray[Any]:
-    """Return msgpack's bytes, or JSON's numbers, as an array; None among numbers is NaN."""
     (dtype,) = get_args(get_args(kind)[1])
-    if isinstance(given, bytes | memoryview):
-        return np.frombuffer(given, np.dtype(dtype).newbyteorder("<"))
-    return np.asarray(given, np.float64 if dtype is np.float32 else None).astype(dtype)
+    return np.frombuffer(given, np.dtype(dtype).newbyteorder("<"))

@@ -172,7 +172,7 @@ class Scheduler:
             able = self._able(rollout)
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, able) if rollout.attempts.avoid else able)
             if chosen is not None:
-                self._metrics.queue_seconds.observe(0.0, rollout.model)
+                self._metrics.queue_seconds(rollout.model).observe(0.0)
                 return chosen
         waiter = line.add(rollout)
         self._pump(rollout.model)
@@ -186,7 +186,7 @@ class Scheduler:
             self._pump(rollout.model)
             raise
         finally:
-            self._metrics.queue_seconds.observe(time.monotonic() - waiter.began, rollout.model)
+            self._metrics.queue_seconds(rollout.model).observe(time.monotonic() - waiter.began)
 
     def _check_patience(self, model: str) -> None:
         """Fail the rollouts in line that have waited for too long, and look again as long as any waits."""

@@ -56,7 +56,7 @@ class SessionKey(NamedTuple):
 class _Key:
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text = name, text
-        self.digest = _digest(text)
+        self.digest = digest(text)
 
 
 class Keys:
@@ -79,8 +79,8 @@ class Keys:
     def name_of(self, key: str) -> str:
         """Return the name of a key; "" for a key that is not among them."""
         # All are compared, each in constant time, so that the time taken reveals nothing about the keys.
-        digest = _digest(key)
-        found = [known.name for known in self._now_known() if secrets.compare_digest(digest, known.digest)]
+        given = digest(key)
+        found = [known.name for known in self._now_known() if secrets.compare_digest(given, known.digest)]
         return found[0] if found else ""
 
     def signer_of(self, key: SessionKey) -> str | None:
@@ -103,5 +103,6 @@ class Keys:
         self._known[name] = [_Key(f"{name}, key {at} of {path}", key) for at, key in enumerate(keys_in(path), 1)]
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+def digest(key: str) -> str:
+    """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -20,7 +20,7 @@ from gateway.agents.turns import Turns
 from gateway.fleet.placement.sessions import identity_of, session_key, session_of
 from gateway.http.access import CLIENT, SESSION, Access, Handler
 from gateway.http.json_body import read_object, reply
-from gateway.http.middleware import Measurement, error_reply, request_id
+from gateway.http.middleware import error_reply, request_id
 
 log = structlog.get_logger()
 
@@ -34,7 +34,6 @@ class AgentRoutes:
     """Turns of agents, each in the dialect of its client, its errors too."""
 
     turns: Turns
-    measurement: Measurement
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._messages = messages = Messages()
@@ -44,12 +43,8 @@ class AgentRoutes:
             router.add_post(f"{of_session}/v1/messages", answering)
             router.add_post(f"{of_session}/v1/messages/count_tokens", _worded(access, messages, self._count_tokens))
             router.add_post(f"{of_session}/v1/responses", responding)
-        self._chat = self._answers(access, ChatCompletions(), "chat")
-        router.add_post(f"{_OF_SESSION}/v1/chat/completions", self._chat)
-
-    async def create_chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a conversation of the session that the request's key names."""
-        return await self._chat(request)
+        self.chat = self._answers(access, ChatCompletions(), "chat")
+        router.add_post(f"{_OF_SESSION}/v1/chat/completions", self.chat)
 
     def _answers(self, access: Access, dialect: Dialect, name: str) -> Handler:
         async def answered(request: web.Request) -> web.StreamResponse:
@@ -57,13 +52,7 @@ class AgentRoutes:
             turn = dialect.read(body)
             caller = _caller(request, body, name)
             answer_id, rendered = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
-
-            async def answering() -> Answer:
-                answer = await self.turns.answer(turn, caller, answer_id, partial(rendered.set_result, None))
-                usage: Json = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
-                self.measurement.count_tokens(answer.served_model, usage)
-                return answer
-
+            answering = partial(self.turns.answer, turn, caller, answer_id, partial(rendered.set_result, None))
             if turn.streams:
                 return await _stream(request, dialect, turn, answer_id, answering, rendered)
             answer = await answering()

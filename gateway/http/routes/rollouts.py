@@ -15,9 +15,10 @@ from gateway.dialects.streams import Show, total_usage
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access, Handler, has_session_key
+from gateway.http.access import CLIENT, Access, has_session_key
 from gateway.http.json_body import BeforeEnd, as_object, read_content, reply, send_events, send_pieces
-from gateway.http.middleware import GIVEN_ID, Measurement, request_id
+from gateway.http.middleware import GIVEN_ID, request_id
+from gateway.http.routes.agents import AgentRoutes
 
 
 @dataclass(eq=False)
@@ -27,17 +28,19 @@ class RolloutRoutes:
     completions: Completions
     chat: Chat
     tokens: TokenGeneration
-    measurement: Measurement
     deliveries: Deliveries
     replays: Replays
-    session_chat: Handler
-    """Takes conversations of a session, by its key."""
+    agents: AgentRoutes
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
-        chat = access.for_inference(self._create_chat_completion)
-        router.add_post("/v1/chat/completions", by_session_key(self.session_chat, chat))
+        of_others = access.for_inference(self._create_chat_completion)
+
+        async def chat(request: web.Request) -> web.StreamResponse:
+            return await (self.agents.chat if has_session_key(request) else of_others)(request)
+
+        router.add_post("/v1/chat/completions", chat)
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
@@ -59,7 +62,7 @@ class RolloutRoutes:
         """Send a reply, then count it: a replay may get one that breaks off."""
         response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
-        self.measurement.count_tokens(model, written.head["usage"])
+        self.deliveries.count_tokens(model, written.head["usage"])
         self.deliveries.count_ends(model, written.ends)
         if len(prompts) > 1:
             self.deliveries.count_batch(model, written.seconds)
@@ -89,7 +92,7 @@ class RolloutRoutes:
         if ask.body.get("stream"):
             return await self._stream(request, model, partial(self.completions.stream, [ask]))
         answer = await generate(ask)
-        self.measurement.count_tokens(model, answer.get("usage"))
+        self.deliveries.count_tokens(model, answer.get("usage"))
         self.deliveries.count(model, answer["choices"])
         return reply(answer)
 
@@ -109,13 +112,4 @@ class RolloutRoutes:
         try:
             return await send_events(request, counted)
         finally:
-            self.measurement.count_tokens(model, total_usage(usages))
-
-
-def by_session_key(of_session: Handler, of_others: Handler) -> Handler:
-    """Returns a handler for requests with the key of a session, and for others."""
-
-    async def handled(request: web.Request) -> web.StreamResponse:
-        return await (of_session if has_session_key(request) else of_others)(request)
-
-    return handled
+            self.deliveries.count_tokens(model, total_usage(usages))

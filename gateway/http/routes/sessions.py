@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import orjson
 from aiohttp import web
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, msgpack
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
@@ -15,10 +15,10 @@ from gateway.agents.sessions import Sessions
 from gateway.dialects.fields import read_fields
 from gateway.fleet.placement.sessions import ID_RULE, SESSION_ID
 from gateway.http.access import CLIENT, Access
-from gateway.http.json_body import read_object, reply
-from gateway.http.records import send_records
+from gateway.http.json_body import read_object, reply, send_pieces
 
 _MOST_METADATA = 64 << 10
+_MSGPACK = {"Content-Type": "application/msgpack"}
 
 
 class _Begin(Struct):
@@ -76,9 +76,10 @@ class SessionRoutes:
         return reply({"sessions": [{name: head[name] for name in shown} for head in heads]})
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
-        """Stream a session's calls."""
+        """Reply with a session and its calls."""
         session = self._found(request)
-        return await send_records(request, self._head(session), session.read())
+        records = [_framed(record) for record in (self._head(session), *session.records())]
+        return await send_pieces(request, records, headers=_MSGPACK)
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Note the reward of a session, or of one of its calls."""
@@ -117,6 +118,13 @@ class SessionRoutes:
 
     def _head(self, session: Session) -> Json:
         return session.report() | {"durable": self.sessions.is_durable}
+
+
+def _framed(record: Json) -> bytes:
+    """Return a record in msgpack after its length, itself a msgpack integer of five bytes: a streaming decoder sees
+    both in turn, any other cuts by length."""
+    content = msgpack.encode(record)
+    return b"\xce" + len(content).to_bytes(4) + content
 
 
 def _check_size(name: str, given: Json | None) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from tests.gateway.agents.test_history import (
     user,
 )
 from tests.rigs.engines.real_vllm import RealFleet, fleet
+from tests.rigs.sessions import record_at
 from tests.rigs.templated import Templated, chat_template, tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -141,14 +141,8 @@ def test_a_session_of_noise_is_one_path_of_ids(real: RealFleet, model: Path) -> 
         assert status == 200, reply
         messages += [{"role": "assistant", "content": reply["content"]}, GO_ON]
     assert real.call("/v1/sessions/noise/freeze", {})[0] == 200
-    status, text = real.text("/v1/sessions/noise")
-    assert status == 200
-    calls = [one for one in map(_line, text.splitlines()) if one["type"] == "call"]
+    _, calls = asyncio.run(record_at(real.url, "noise"))
     assert [one["parent"] for one in calls] == [None, 0, 1]
     for one, after in itertools.pairwise(calls):
         ended = one["token_ids"][-1] == words().convert_tokens_to_ids(END)
         assert words().decode(after["prompt_token_ids"]) == ("" if ended else END) + GO_ON_TEXT
-
-
-def _line(line: str) -> Json:
-    return json.loads(line)

@@ -1,8 +1,8 @@
 """Images in a session on vLLM (CPU): the prompt has their places as the engine wrote them, the record their bytes."""
 
+import asyncio
 import base64
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.material import image_model
 from tests.rigs.engines.real_vllm import fleet
+from tests.rigs.sessions import record_at
 
 pytestmark = pytest.mark.vllm
 
@@ -37,14 +38,13 @@ def test_a_turn_with_an_image_is_token_exact_and_its_file_is_in_the_record_once(
             body["messages"] = [{"role": "user", "content": content}]
             status, reply = real.call("/sessions/seen/v1/chat/completions", body)
             assert status == 200, reply
-        _, text = real.text("/v1/sessions/seen")
-    calls: list[Json] = [json.loads(line) for line in text.splitlines()][1:-1]
+        _, calls = asyncio.run(record_at(real.url, "seen"))
     assert [(call["mask"], call["retry_of"], len(call["logprobs"])) for call in calls] == [(None, None, 6)] * 3
     first, second, third = calls
     assert first["prompt_token_ids"] == second["prompt_token_ids"] == third["prompt_token_ids"]
     assert first["token_ids"] == second["token_ids"] != third["token_ids"]
     assert first["logprobs"] == pytest.approx(second["logprobs"], abs=1e-4)
-    told = [{"media_type": "image/png", "data": base64.b64encode(one).decode()} for one in images]
+    told = [{"media_type": "image/png", "data": one} for one in images]
     assert first["media"] == [{"id": first["media"][0]["id"], **told[0]}]
     assert second["media"] == [{"id": first["media"][0]["id"]}]
     assert third["media"] == [{"id": third["media"][0]["id"], **told[1]}]

@@ -1,7 +1,7 @@
 """A session on vLLM (CPU), under its template and parsers: each prompt begins with the ids that were sampled before,
 whose log-probs are the model's own."""
 
-import json
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.material import tool_model
 from tests.rigs.engines.real_vllm import RealFleet, fleet
-from tests.rigs.sessions import spans, whole
+from tests.rigs.sessions import record_at, spans, whole
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -46,8 +46,7 @@ def asked(real: RealFleet, model: Path, path: str, messages: list[Json], **field
 
 
 def calls_of(real: RealFleet, session: str) -> list[Json]:
-    _, content = real.text(f"/v1/sessions/{session}")
-    return [json.loads(line) for line in content.splitlines()][1:-1]
+    return asyncio.run(record_at(real.url, session))[1]
 
 
 def test_an_answer_that_comes_back_as_words_goes_on_as_the_ids_that_were_sampled(real: RealFleet, model: Path) -> None:

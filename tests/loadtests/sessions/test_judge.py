@@ -34,7 +34,7 @@ async def worked(rig: Rig, dialect: str) -> tuple[list[Json], Agent]:
         agent = Agent(http, "", opened.key, dialect, random.Random(1), max_tokens=24)
         await agent.work(10, "A task")
         await sessions.freeze(opened.id, 1.0)
-        return await records_of(http, opened.id), agent
+        return await records_of(sessions, opened.id), agent
 
 
 def differences(records: list[Json], agent: Agent) -> dict[str, int]:

@@ -5,9 +5,8 @@ from typing import Any
 
 from hypothesis import given, settings
 
-from tests.rigs.session_records import call, events, sessions
+from tests.rigs.session_records import call, events, session_of, sessions
 from trainer_client.sessions.exports import trl_fields
-from trainer_client.sessions.records import read_session
 from trainer_client.sessions.trajectories import counts_of, trajectories_of
 
 Json = dict[str, Any]
@@ -15,14 +14,14 @@ Json = dict[str, Any]
 
 def rows(*calls: Json) -> list[tuple[list[int], list[int], list[int]]]:
     """Prompt, completion and mask of each row."""
-    made = trajectories_of(read_session(events(*calls)))
+    made = trajectories_of(session_of(events(*calls)))
     return [(row.prompt_ids.tolist(), row.completion_ids.tolist(), row.mask.tolist()) for row in made]
 
 
 @settings(max_examples=300, deadline=None)
 @given(sessions())
 def test_every_sampled_token_is_trained_once_or_has_a_reason(records: list[Json]) -> None:
-    session = read_session(records)
+    session = session_of(records)
     trained = Counter(
         token_id for row in trajectories_of(session) for token_id in row.completion_ids[row.mask == 1].tolist()
     )
@@ -37,7 +36,7 @@ def test_every_sampled_token_is_trained_once_or_has_a_reason(records: list[Json]
 @settings(max_examples=200, deadline=None)
 @given(sessions())
 def test_a_row_is_what_its_last_call_saw_and_made_with_its_own_log_probs(records: list[Json]) -> None:
-    session = read_session(records)
+    session = session_of(records)
     told = {
         token_id: logprob
         for record in records[1:-1]
@@ -65,7 +64,7 @@ def test_a_shared_begin_is_trained_in_the_longest_path_alone() -> None:
 
 def test_trl_trains_on_sampled_tokens_alone() -> None:
     first = call(0)
-    assert trl_fields(trajectories_of(read_session(events(first, call(1, first, (20,), (9,)))))) == {
+    assert trl_fields(trajectories_of(session_of(events(first, call(1, first, (20,), (9,)))))) == {
         "prompt_ids": [[5, 6]],
         "completion_ids": [[7, 8, 20, 9]],
         "logprobs": [[-0.5, -0.75, 0.0, -1.5]],
@@ -77,7 +76,7 @@ def test_trl_trains_on_sampled_tokens_alone() -> None:
 def test_a_subagent_and_a_compaction_are_rows_of_their_own() -> None:
     first = call(0)
     made = trajectories_of(
-        read_session(events(first, call(1, None, (9,), agent="sub"), call(2, None, (10,), root_reason="changed")))
+        session_of(events(first, call(1, None, (9,), agent="sub"), call(2, None, (10,), root_reason="changed")))
     )
     assert [(row.agent, row.prompt_ids.tolist(), row.reward) for row in made] == [
         (None, [5, 6], 1.0),
@@ -92,7 +91,7 @@ def test_of_retries_the_one_that_was_gone_on_with_is_trained_else_the_latest() -
     last = call(2, ids=(42,), retry_of=1)
     assert [row[1] for row in rows(first, again, last)] == [[42]]
     assert [row[1] for row in rows(first, again, last, call(3, again, (20,), (50,)))] == [[41, 20, 50]]
-    counts = counts_of(read_session(events(first, again, last)))
+    counts = counts_of(session_of(events(first, again, last)))
     assert (counts.trainable, counts.masked) == (1, {"retried": 2})
 
 
@@ -118,7 +117,7 @@ def test_versions_and_rewards_stand_at_their_tokens() -> None:
     first = call(0, weight_versions=spans, reward=0.5)
     unknown = [{"version": 7, "start": None, "end": None}, {"version": 6, "start": None, "end": None}]
     second = call(1, first, (20,), weight_versions=unknown)
-    (row,) = trajectories_of(read_session(events(first, second)))
+    (row,) = trajectories_of(session_of(events(first, second)))
     assert row.versions.tolist() == [4, 5, -1, 6, 6]
     assert row.version_range == (4, 6)
     assert row.rewards.tolist() == [0, 0.5, 0, 0, 0]
@@ -128,4 +127,4 @@ def test_a_row_says_how_it_ended() -> None:
     first = call(0)
     cut = call(1, first, (20,), mask="frozen")
     for calls, reason in (((first,), "stop"), ((call(0, finish_reason="length"),), "length"), ((first, cut), "abort")):
-        assert [row.finish_reason for row in trajectories_of(read_session(events(*calls)))] == [reason]
+        assert [row.finish_reason for row in trajectories_of(session_of(events(*calls)))] == [reason]

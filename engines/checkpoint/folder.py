@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import BufferedReader
-from operator import attrgetter, index
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,6 @@ class Span:
     @property
     def num_bytes(self) -> int:
         return self.end - self.begin
-
-
-PLACE = attrgetter("begin", "end")
-"""Sort key of a file's spans."""
 
 
 def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:

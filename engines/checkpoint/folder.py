@@ -178,7 +178,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-        elsewhere = [name for name in names if not is_file_name(name)]
+        elsewhere = [name for name in names if Path(name).name != name or name in ("", "..") or "\0" in name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {error!r}") from error
     if elsewhere:
@@ -189,11 +189,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def stored_bytes(folder: Path) -> int:
     """Return the bytes of a checkpoint's files, as far as they are here. Raise as `checkpoint_files` does."""
     return sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
-
-
-def is_file_name(name: str) -> bool:
-    """Return True for a name that leads to no other folder; a peer's or a trainer's file may hold any name."""
-    return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 def read_file(file: Path) -> list[Span]:

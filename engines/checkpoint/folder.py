@@ -100,21 +100,18 @@ def tied_names(folder: Path) -> tuple[tuple[str, ...], ...]:
     if found.get(_TIES) is False:
         return ()
     text = found.get("text_config") or found
-    files = read_spans(folder).items()
-    tables = [(folder / file, span) for file, spans in files for span in spans]
-    alike = [[(file, span) for file, span in tables if _has_rows(span, text.get("vocab_size"))]]
-    for most in (_PIECE_BYTES, None):  # those that differ do so at once
-        alike = [same for group in alike if len(group) > 1 for same in _alike(group, most)]
-    groups = tuple(tuple(sorted(span.name for _, span in group)) for group in alike if len(group) > 1)
-    return groups if groups and ties_embeddings(config) else ()
-
-
-def _alike(tables: Sequence[tuple[Path, Span]], most: int | None) -> list[list[tuple[Path, Span]]]:
-    """Group tensors of files by dtype, shape and their first `most` bytes, all if None."""
-    found = defaultdict[str, list[tuple[Path, Span]]](list)
+    tables = [
+        (folder / file, span)
+        for file, spans in read_spans(folder).items()
+        for span in spans
+        if len(span.shape) == 2 and span.shape[0] == text.get("vocab_size")
+    ]
+    if len(tables) < 2 or not ties_embeddings(config):
+        return ()
+    alike = defaultdict[str, list[str]](list)
     for file, span in tables:
-        found[f"{span.dtype} {span.shape} {_digest(file, span, most)}"].append((file, span))
-    return list(found.values())
+        alike[f"{span.dtype} {span.shape} {_digest(file, span)}"].append(span.name)
+    return tuple(tuple(sorted(names)) for names in alike.values() if len(names) > 1)
 
 
 def ties_embeddings(config: str) -> bool:
@@ -138,12 +135,8 @@ def _default_of(model_type: str) -> bool | None:
         return None
 
 
-def _has_rows(span: Span, number: object) -> bool:
-    return len(span.shape) == 2 and span.shape[0] == number
-
-
-def _digest(file: Path, span: Span, most: int | None) -> str:
-    digest, left = blake2b(), min(span.num_bytes, most or span.num_bytes)
+def _digest(file: Path, span: Span) -> str:
+    digest, left = blake2b(), span.num_bytes
     with file.open("rb") as stream:
         stream.seek(span.begin)
         while left and (piece := stream.read(min(left, _PIECE_BYTES))):

@@ -180,10 +180,6 @@ class WeightStore:
         finally:
             os.close(lock)
 
-    def fits(self, num_bytes: int) -> bool:
-        """Return True where `num_bytes` are free now."""
-        return shutil.disk_usage(self.folder).free >= num_bytes
-
     def prune(self, served: int) -> list[Path]:
         """Keep the served version, newer versions and versions being read. Forget all others, and return the folders to
         remove, as `throw_away` does."""

@@ -142,7 +142,7 @@ def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
         yield _model_tensors(source)
     elif isinstance(source, Iterator):
-        yield from batches(map(_checked, source), _num_bytes, PART_BYTES)
+        yield from batches(map(_checked, source), lambda one: one.tensor.numel() * one.tensor.itemsize, PART_BYTES)
     elif not isinstance(source, Iterable):
         raise InvalidRequest(
             f"named_tensors is a {type(source).__name__}: give a torch.nn.Module, a mapping, or pairs of name and "
@@ -225,10 +225,6 @@ def _sent_in(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _num_bytes(one: NamedOnes) -> int:
-    return one.tensor.numel() * one.tensor.dtype.itemsize
 
 
 def _model_tensors(model: torch.nn.Module) -> list[NamedOnes]:

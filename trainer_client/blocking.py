@@ -61,14 +61,6 @@ class LoopThread:
             call.cancel()
             raise
 
-    def run(self, call: Callable[[], T]) -> T:
-        """Return the result of a call on the loop's thread."""
-
-        async def called() -> T:
-            return call()
-
-        return self.wait(called())
-
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel what other threads wait for, run `last`, and end the thread. May be called twice.
 
@@ -143,7 +135,10 @@ def _beginning(
 
     @functools.wraps(call)
     def begin(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return wrapped(self._thread.run(lambda: call(self._inner, *args, **kwargs)), self._thread)
+        async def begun() -> T:
+            return call(self._inner, *args, **kwargs)
+
+        return wrapped(self._thread.wait(begun()), self._thread)
 
     return begin
 

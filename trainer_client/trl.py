@@ -13,7 +13,7 @@ import torch
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from engines.transfer.gloo import TIMEOUT_S, WeightGroup, address_towards, group_info, send
+from engines.transfer.gloo import TIMEOUT_S, WeightGroup, address_towards, group_info
 from engines.transfer.packing import NamedTensor
 
 _COLLECTIVES = ("/init_weight_transfer_engine", "/update_weights")
@@ -35,7 +35,7 @@ def send_packed(
 ) -> None:
     """Send over gloo in place of vLLM's `packed_nccl_broadcast_producer`; the trainer is `src`, which is 0."""
     try:
-        send(((named[0], post_iter_func(named)) for named in iterator), group)
+        group.send((named[0], post_iter_func(named)) for named in iterator)
     except BaseException as error:  # which TRL raises after the engines' answer
         group.close(f"the trainer failed: {type(error).__name__}: {error}")
         raise

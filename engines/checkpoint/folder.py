@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import BufferedReader
-from operator import attrgetter, index
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,6 @@ class Span:
         return self.end - self.begin
 
 
-PLACE = attrgetter("begin", "end")
-"""Sort key of a file's spans."""
-
-
 def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
     """Return all tensors of a checkpoint folder; None if it has no safetensors or does not exist.
 
@@ -104,21 +100,18 @@ def tied_names(folder: Path) -> tuple[tuple[str, ...], ...]:
     if found.get(_TIES) is False:
         return ()
     text = found.get("text_config") or found
-    files = read_spans(folder).items()
-    tables = [(folder / file, span) for file, spans in files for span in spans]
-    alike = [[(file, span) for file, span in tables if _has_rows(span, text.get("vocab_size"))]]
-    for most in (_PIECE_BYTES, None):  # those that differ do so at once
-        alike = [same for group in alike if len(group) > 1 for same in _alike(group, most)]
-    groups = tuple(tuple(sorted(span.name for _, span in group)) for group in alike if len(group) > 1)
-    return groups if groups and ties_embeddings(config) else ()
-
-
-def _alike(tables: Sequence[tuple[Path, Span]], most: int | None) -> list[list[tuple[Path, Span]]]:
-    """Group tensors of files by dtype, shape and their first `most` bytes, all if None."""
-    found = defaultdict[str, list[tuple[Path, Span]]](list)
+    tables = [
+        (folder / file, span)
+        for file, spans in read_spans(folder).items()
+        for span in spans
+        if len(span.shape) == 2 and span.shape[0] == text.get("vocab_size")
+    ]
+    if len(tables) < 2 or not ties_embeddings(config):
+        return ()
+    alike = defaultdict[str, list[str]](list)
     for file, span in tables:
-        found[f"{span.dtype} {span.shape} {_digest(file, span, most)}"].append((file, span))
-    return list(found.values())
+        alike[f"{span.dtype} {span.shape} {_digest(file, span)}"].append(span.name)
+    return tuple(tuple(sorted(names)) for names in alike.values() if len(names) > 1)
 
 
 def ties_embeddings(config: str) -> bool:
@@ -142,12 +135,8 @@ def _default_of(model_type: str) -> bool | None:
         return None
 
 
-def _has_rows(span: Span, number: object) -> bool:
-    return len(span.shape) == 2 and span.shape[0] == number
-
-
-def _digest(file: Path, span: Span, most: int | None) -> str:
-    digest, left = blake2b(), min(span.num_bytes, most or span.num_bytes)
+def _digest(file: Path, span: Span) -> str:
+    digest, left = blake2b(), span.num_bytes
     with file.open("rb") as stream:
         stream.seek(span.begin)
         while left and (piece := stream.read(min(left, _PIECE_BYTES))):
@@ -182,7 +171,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-        elsewhere = [name for name in names if not is_file_name(name)]
+        elsewhere = [name for name in names if Path(name).name != name or name in ("", "..") or "\0" in name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {error!r}") from error
     if elsewhere:
@@ -193,11 +182,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def stored_bytes(folder: Path) -> int:
     """Return the bytes of a checkpoint's files, as far as they are here. Raise as `checkpoint_files` does."""
     return sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
-
-
-def is_file_name(name: str) -> bool:
-    """Return True for a name that leads to no other folder; a peer's or a trainer's file may hold any name."""
-    return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 def read_file(file: Path) -> list[Span]:

@@ -5,7 +5,6 @@ vision-language models when it loads, and turns that back when it saves. The sam
 where it is installed, for tensors that the checkpoint does not have under the given name.
 """
 
-import contextlib
 import json
 import logging
 import re
@@ -196,12 +195,6 @@ def _kept(names: tuple[str, ...], config: str, tied: tuple[tuple[str, ...], ...]
 def checkpoint_names(names: Iterable[str], config: str, tied: Iterable[Sequence[str]]) -> CheckpointNames:
     """Return the names of a checkpoint, with what was made for them before: updates ask again and again."""
     return _kept(tuple(names), config, tuple(map(tuple, tied)))
-
-
-def import_tables() -> None:
-    """Import transformers' tables, where it is installed and has them (from release 5 on)."""
-    with _ONE_THREAD, contextlib.suppress(ImportError):
-        from transformers import conversion_mapping  # noqa: F401
 
 
 def _may_convert(config: str) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.batches import batches
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 
@@ -47,20 +46,13 @@ class _Copy:
         return tensor.as_strided(self.place.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fill:
-    """A fill of `place` with a number: a shard of a vocabulary has padding rows behind its content."""
-
-    place: torch.Tensor
-    value: float
-
-
 @dataclass(slots=True)
 class _Plan:
-    """The copies and fills of a loader for one tensor."""
+    """The copies of a loader for one tensor, and its fills of places with a number: a shard of a vocabulary has padding
+    rows behind its content."""
 
     copies: list[_Copy] = field(default_factory=list)
-    fills: list[_Fill] = field(default_factory=list)
+    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
 
 
 _Planned = tuple[_Plan, torch.Tensor]
@@ -171,12 +163,6 @@ def _restore(found: Any, before: Any) -> None:
         found.extend(before) if isinstance(found, list) else found.update(before)
 
 
-def load_in_batches(load: Load, weights: Iterable[NamedTensor], batch_bytes: int) -> None:
-    """Hand tensors that come one by one to `load`, `batch_bytes` at a time."""
-    for batch in batches(weights, lambda named: named[1].nbytes, batch_bytes):
-        load(batch)
-
-
 def form_of(tensor: TensorMeta) -> Form:
     return tensor.name, torch.Size(tensor.shape), getattr(torch, tensor.dtype)
 
@@ -193,8 +179,8 @@ def _run(planned: Sequence[_Planned]) -> None:
         for places, parts in pairs.values():
             torch._foreach_copy_(places, parts)
         for plan, _ in planned:
-            for fill in plan.fills:
-                fill.place.fill_(fill.value)
+            for place, value in plan.fills:
+                place.fill_(value)
 
 
 class _DoesMore(Exception):
@@ -240,7 +226,7 @@ class _Recorder(TorchDispatchMode):
         if plan is None or not _share(place, copied) or _overlap(place, copied):
             raise _DoesMore("a fill by itself")
         if place.numel():
-            plan.fills.append(_Fill(place, value))
+            plan.fills.append((place, value))
             self._filled.append(place)
         return place
 
@@ -269,11 +255,6 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _extent(part: torch.Tensor) -> tuple[int, int]:
     """Return the begin and end (exclusive) of a part, in elements of its storage."""
     begin = part.storage_offset()
-    return begin, begin + _reach(part.shape, part.stride())
-
-
-def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the first of a part to its last."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if not part.numel():
+        return begin, begin
+    return begin, begin + 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))

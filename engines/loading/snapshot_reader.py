@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
@@ -21,7 +20,7 @@ from typing import BinaryIO
 import torch
 
 from engines.batches import batches
-from engines.checkpoint.folder import PLACE, Span, read_spans
+from engines.checkpoint.folder import Span, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
 
@@ -29,25 +28,13 @@ _THREADS = max(8, min(12, len(os.sched_getaffinity(0)) * 3 // 4))
 """Beside an H200 twelve threads reach 40 GB/s, more of them only wait for their turn in Python. Pinned memory: 55."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Sizes of reads.
-
-    part_bytes: read by one thread at a time.
-    batch_bytes: the least size of a batch of consecutive tensors, which are on the device together.
-    num_ahead: batches that are read at a time.
-    """
-
-    part_bytes: int
-    batch_bytes: int
-    num_ahead: int
-
-
-_TO_GPU = _Sizes(part_bytes=16 << 20, batch_bytes=256 << 20, num_ahead=2)
-"""Each part costs 0.2 ms of Python, for which threads wait for each other: half of the time with parts of 8 MB. Larger
-parts do not stay in the cache of the host, and copies cost up to a third more."""
-_TO_HOST = _Sizes(part_bytes=4 << 20, batch_bytes=16 << 20, num_ahead=8)
-"""Batches so small that freed memory is used again, since fresh pages cost as much as a copy."""
+_PART_BYTES = 16 << 20
+"""Read by one thread at a time. Each part costs 0.2 ms of Python, for which threads wait for each other: half of the
+time with parts of 8 MB. Larger parts do not stay in the cache of the host, and copies cost up to a third more."""
+_BATCH_BYTES = 256 << 20
+"""The least size of a batch of consecutive tensors, which are on the device together."""
+_AHEAD = 2
+"""Batches that are read at a time."""
 
 
 class _Batch:
@@ -60,10 +47,10 @@ class _Batch:
         self._file = file.open("rb")
         self._parts: list[Future[None]] = []
 
-    def begin(self, readers: ThreadPoolExecutor, part_bytes: int) -> None:
+    def begin(self, readers: ThreadPoolExecutor) -> None:
         """Have threads read its parts."""
-        for offset in range(0, self._there.numel(), part_bytes):
-            place = self._there[offset : offset + part_bytes]
+        for offset in range(0, self._there.numel(), _PART_BYTES):
+            place = self._there[offset : offset + _PART_BYTES]
             self._parts.append(readers.submit(_fill, place, self._file, self._begin + offset))
 
     def tensors(self) -> Iterator[NamedTensor]:
@@ -107,7 +94,7 @@ def _fill(place: torch.Tensor, file: BinaryIO, offset: int) -> None:
 
 
 def _pinned() -> torch.Tensor:
-    return torch.empty(_TO_GPU.part_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
 def pin_memory() -> None:
@@ -121,18 +108,17 @@ def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     Raise as `read_spans` does, and `ValueError` for a tensor that torch cannot hold. Raise `OSError` where the folder
     holds no tensors, and later where a file cannot be read to its end.
     """
-    sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
     found = [
         (folder / file, batch)
         for file, spans in read_spans(folder).items()
-        for batch in batches(_checked_spans(folder / file, spans), attrgetter("num_bytes"), sizes.batch_bytes)
+        for batch in batches(_checked_spans(folder / file, spans), attrgetter("num_bytes"), _BATCH_BYTES)
     ]
     if not found:
         raise FileNotFoundError(f"{folder} holds no safetensors")
-    return _read(found, device, sizes)
+    return _read(found, device)
 
 
-def _read(found: Sequence[tuple[Path, Sequence[Span]]], device: torch.device, sizes: _Sizes) -> Iterator[NamedTensor]:
+def _read(found: Sequence[tuple[Path, Sequence[Span]]], device: torch.device) -> Iterator[NamedTensor]:
     prepare = None if device.type == "cpu" else partial(_prepare_thread, torch.cuda.current_stream(device))
     readers = ThreadPoolExecutor(_THREADS, "snapshot", prepare)
     waiting, reading = iter(found), deque[_Batch]()
@@ -140,10 +126,10 @@ def _read(found: Sequence[tuple[Path, Sequence[Span]]], device: torch.device, si
     def read_on(count: int) -> None:
         for file, spans in islice(waiting, count):
             reading.append(_Batch(file, spans, device))
-            reading[-1].begin(readers, sizes.part_bytes)
+            reading[-1].begin(readers)
 
     try:
-        read_on(sizes.num_ahead)
+        read_on(_AHEAD)
         while reading:
             yield from reading[0].tensors()
             reading.popleft().close()
@@ -164,4 +150,4 @@ def _checked_spans(file: Path, spans: Sequence[Span]) -> list[Span]:
                 f"{file}: tensor {span.name!r} of {span.num_bytes} bytes is no {span.dtype} of shape "
                 f"{list(span.shape)} to torch"
             )
-    return sorted(spans, key=PLACE)
+    return sorted(spans, key=attrgetter("begin", "end"))

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from engines.batches import batches
 from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.loading.planned_load import PlannedLoad, form_of, load_in_batches
+from engines.loading.planned_load import PlannedLoad, form_of
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
 from engines.transfer.tee import Scribe, WeightTee, prepare, room_on
@@ -179,7 +180,9 @@ class UpdatedWorker:
             if stage is not None:
                 self.target.load(stage.take())
             else:
-                load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
+                tensors = read_tensors(folder, self.target.device)
+                for batch in batches(tensors, lambda named: named[1].nbytes, _BATCH_BYTES):
+                    self.target.load(batch)
 
 
 def tensors_of(held: object) -> Iterator[torch.Tensor]:

@@ -103,7 +103,7 @@ class Draft:
         self._model = model
         self._tensors = dict(tensors or {})
         self._lock = threading.Lock()
-        self._num_files = max((_number(tensor.file) for tensor in self._tensors.values()), default=0)
+        self._num_files = len({tensor.file for tensor in self._tensors.values()})  # named by their numbers
 
     def add(self, tensors: Sequence[RawTensor], write: WriteFile = write_host_file) -> None:
         """Write one file of tensors, and note their digests. Threads may write a file each."""
@@ -134,13 +134,17 @@ class Draft:
         if base is None:
             raise StoreFailed(f"tensor {min(missing)!r} was not sent, and the version before is not kept")
         kept = Manifest.read(base).tensors if (base / MANIFEST).is_file() else {}
-        for file, spans in _read_spans(base).items():
-            wanted = [span for span in spans if span.name in missing]
-            missing -= {span.name for span in wanted}
-            if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
-                continue
-            for batch in batches(wanted, attrgetter("num_bytes"), SHARD_BYTES):
-                self.add(_read_tensors(base / file, batch))
+        try:
+            for file, spans in read_spans(base).items():
+                wanted = [span for span in spans if span.name in missing]
+                missing -= {span.name for span in wanted}
+                if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
+                    continue
+                with (base / file).open("rb") as source:
+                    for batch in batches(wanted, attrgetter("num_bytes"), SHARD_BYTES):
+                        self.add([_read_tensor(source, span) for span in batch])
+        except (OSError, ValueError) as error:
+            raise StoreFailed(f"{base} cannot be read: {error}") from error
         if missing:
             raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which was not sent either")
 
@@ -214,27 +218,6 @@ def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray 
     """Return a tensor with a copy of these bytes."""
     buffer = (ctypes.c_ubyte * len(content)).from_buffer_copy(content)
     return RawTensor(name, dtype, shape, ctypes.addressof(buffer), len(content), buffer)
-
-
-def _number(file: str) -> int:
-    """Return the number in a name such as "model-00003.safetensors"; 0 where there is none."""
-    number = file.partition(".")[0].rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _read_spans(base: Path) -> dict[str, list[Span]]:
-    try:
-        return read_spans(base)
-    except (OSError, ValueError) as error:
-        raise StoreFailed(f"{base} cannot be read: {error}") from error
-
-
-def _read_tensors(path: Path, spans: Sequence[Span]) -> list[RawTensor]:
-    try:
-        with path.open("rb") as file:
-            return [_read_tensor(file, span) for span in spans]
-    except (OSError, ValueError) as error:
-        raise StoreFailed(f"{path} cannot be read: {error}") from error
 
 
 def _read_tensor(file: BinaryIO, span: Span) -> RawTensor:

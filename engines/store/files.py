@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import safetensors
-
 from engines.errors import StoreFailed
 
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -59,9 +57,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turns errors of the file system into `StoreFailed`, with a remedy for a full disk."""
     try:
         yield
-    except (OSError, safetensors.SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        remedy = (
-            "; the disk of the weight store is full: make room, or name a larger one in weights.store" if full else ""
-        )
+    except OSError as error:
+        full = "; the disk of the weight store is full: make room, or name a larger one in weights.store"
+        remedy = full if error.errno == errno.ENOSPC else ""
         raise StoreFailed(f"cannot write {path}: {error}{remedy}") from error

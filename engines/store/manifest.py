@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from engines.checkpoint.folder import Span, is_file_name, read_spans
+from engines.checkpoint.folder import Span, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.files import THREADS, read_at, sync
 
@@ -32,38 +32,28 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a version. `version` is None in a draft."""
+    """The content of a version."""
 
     model: str
     tensors: dict[str, StoredTensor]
-    version: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises `StoreFailed` where the folder has no readable manifest, or it names a file elsewhere."""
+        """Raises `StoreFailed` where the folder has no readable manifest."""
         path = folder / MANIFEST
         try:
             tree = json.loads(path.read_bytes())
             tensors = {name: StoredTensor(**entry) for name, entry in tree["tensors"].items()}
             if tree["format"] != _FORMAT:
                 raise ValueError(f"format {tree['format']!r}, this is format {_FORMAT}")
-            manifest = cls(tree["model"], tensors, tree["version"])
-            manifest._check_names()
-            return manifest
+            return cls(tree["model"], tensors)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreFailed(f"{path} is no manifest of a weight version: {error!r}") from error
-
-    def _check_names(self) -> None:
-        """Raises `ValueError` where a name would lead to another folder: files are opened by them."""
-        for file in {tensor.file for tensor in self.tensors.values()}:
-            if not is_file_name(file):
-                raise ValueError(f"it names {file!r}, which is no file of its folder")
 
     def write(self, folder: Path) -> None:
         """Writes atomically: readers see the whole manifest or none."""
         tree = {
             "format": _FORMAT,
-            "version": self.version,
             "model": self.model,
             "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()},
         }

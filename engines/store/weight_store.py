@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from engines.checkpoint.folder import WEIGHT_FILES
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import DRAFT, OWNER, claim_draft
 from engines.store.files import disk_errors, is_locked, sync, try_lock
-from engines.store.manifest import MANIFEST, Manifest
+from engines.store.manifest import MANIFEST
 from engines.weight_label import version_of
 
 _KEEPER = ".gateway"
@@ -143,10 +142,9 @@ class WeightStore:
         Config and tokenizer files are linked from `checkpoint`.
         """
         version, target = version_of(label), self._place(label)
-        manifest = Manifest.read(draft)
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
-            replace(manifest, version=version).write(draft)
+            sync(draft)
             self._known[version] = label  # before it is there: `prune` may run beside this
             try:
                 draft.rename(target)  # fails where it was thrown away meanwhile
@@ -181,10 +179,6 @@ class WeightStore:
             yield self.path(version)
         finally:
             os.close(lock)
-
-    def fits(self, num_bytes: int) -> bool:
-        """Return True where `num_bytes` are free now."""
-        return shutil.disk_usage(self.folder).free >= num_bytes
 
     def prune(self, served: int) -> list[Path]:
         """Keep the served version, newer versions and versions being read. Forget all others, and return the folders to

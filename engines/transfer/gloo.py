@@ -127,6 +127,11 @@ class WeightGroup:
         except RuntimeError as error:
             raise self._broken(f"rank {self.rank} of {self.world_size} lost the group: {error}") from error
 
+    def send(self, tensors: Iterator[NamedTensor], chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Broadcast `tensors` in order, packed as bytes. Receivers must know names, dtypes and shapes."""
+        for chunk in packed(((name, tensor.cpu()) for name, tensor in tensors), chunk_bytes):
+            self.broadcast(chunk)
+
     def receive(
         self, announced: Iterable[Announced], load: Load, chunk_bytes: int = CHUNK_BYTES, timeout_s: float = 0.0
     ) -> None:
@@ -250,9 +255,3 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Broadcast `tensors` in order, packed as bytes. Receivers must know names, dtypes and shapes."""
-    for chunk in packed(((name, tensor.cpu()) for name, tensor in tensors), chunk_bytes):
-        group.broadcast(chunk)

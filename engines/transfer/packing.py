@@ -67,7 +67,9 @@ def unpacked(
     for dtype, run in groupby(dtypes):
         first, last = len(tensors), len(tensors) + sum(1 for _ in run)
         size = sum(tensor_sizes[first:last])
-        tensors += _views(packed_tensor[begin : begin + size], begin, dtype, shapes[first:last])
+        content = packed_tensor[begin : begin + size]
+        elements = (content if begin % dtype.itemsize == 0 else content.clone()).view(dtype)
+        tensors += _unflatten_dense_tensors(elements, [_form(tuple(shape)) for shape in shapes[first:last]])
         begin += size
     return list(zip(names, tensors, strict=True))
 
@@ -88,18 +90,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
             parts = [one.contiguous().view(-1).view(torch.uint8) for one in parts]
         joined: torch.Tensor = _flatten_dense_tensors(parts)
         return joined.view(torch.uint8)
-
-
-def _views(
-    content: torch.Tensor, begin: int, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
-) -> Sequence[torch.Tensor]:
-    """Return tensors of one dtype over their bytes, which begin at byte `begin` of their chunk."""
-    elements = (content if begin % dtype.itemsize == 0 else content.clone()).view(dtype)
-    views: Sequence[torch.Tensor] = _unflatten_dense_tensors(elements, [_form(tuple(shape)) for shape in shapes])
-    if all(map(torch.Tensor.numel, views)):
-        return views
-    # torch gives tensors without elements memory of their own, and older releases a shape of their own too.
-    return [one if one.numel() else elements[:0].view(tuple(shape)) for one, shape in zip(views, shapes, strict=True)]
 
 
 @lru_cache(4096)

@@ -26,7 +26,7 @@ import torch
 import uvloop
 from aiohttp import web
 
-from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names, import_tables
+from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.weight_store import RELAY, is_kept, record_in
@@ -227,8 +227,6 @@ def main() -> None:
         sys.exit("torch sees no GPU: set weights.relay_device to cpu, or to a GPU of the gateway's node")
     prepare(device)
     receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
-    # While the trainer's ranks join. The receiver has imported all of vLLM by now.
-    threading.Thread(target=import_tables, daemon=True).start()
     app = RelayServer(receiver, model).app()
 
     async def watching(_: web.Application) -> AsyncIterator[None]:

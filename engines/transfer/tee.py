@@ -112,7 +112,6 @@ class Scribe:
         self._bytes = 0
         self._room = threading.Condition()
         self._stream: Any = None
-        self._leaves_by: Any = None  # the stream that copies a chunk to the host
         self._left_on_device: int | None = None
         # Tensors in GPU memory are copied out only after `keep`: earlier copies would slow the update.
         self._may_leave = threading.Event()
@@ -123,17 +122,17 @@ class Scribe:
     @contextlib.contextmanager
     def copying(self, tensors: Sequence[_Digested]) -> Iterator[None]:
         """Start copies; at the block's end they are safe from the receiver's next chunk."""
-        self._leaves_by = None
+        leaves_by = None
         try:
-            self._begin_copies(tensors)
+            leaves_by = self._begin_copies(tensors)
         except RuntimeError as error:  # such as no host memory: the update goes on
             log.exception("this update is not copied to the store")
             self.give_up(f"the worker could not copy the received tensors: {error}")
         try:
             yield
         finally:
-            if self._leaves_by is not None:
-                torch.cuda.current_stream(self._leaves_by.device).wait_stream(self._leaves_by)
+            if leaves_by is not None:
+                torch.cuda.current_stream(leaves_by.device).wait_stream(leaves_by)
 
     def close(self) -> None:
         """Mark the end of the tensors."""
@@ -200,12 +199,8 @@ class Scribe:
         if not self._given_up:  # the writer has ended, and they may be as large as the model
             self._waiting.put((deque(tensors), done))
 
-    def stream(self, device: torch.device) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
-
-    def _begin_copies(self, tensors: Sequence[_Digested]) -> None:
+    def _begin_copies(self, tensors: Sequence[_Digested]) -> Any:
+        """Start copies. Return the stream that copies them to the host, if any."""
         num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
         device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
         if device is not None and self.keeps(num_bytes, device):
@@ -217,10 +212,11 @@ class Scribe:
             if device is None:
                 self.put((name, t.clone(), digest) for name, t, digest in tensors)
             else:
-                self._copy_to_host(tensors, device)
+                return self._copy_to_host(tensors, device)
+        return None
 
-    def _copy_to_host(self, tensors: Sequence[_Digested], device: torch.device) -> None:
-        self._leaves_by = stream = self.stream(device)
+    def _copy_to_host(self, tensors: Sequence[_Digested], device: torch.device) -> Any:
+        self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             pinned = [
@@ -230,6 +226,7 @@ class Scribe:
             done = torch.cuda.Event()
             done.record(stream)
         self.put(pinned, done)
+        return stream
 
     def _write(self) -> None:
         try:
@@ -238,7 +235,7 @@ class Scribe:
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
         if self._given_up:
-            self._let_all_go()
+            self._waiting = queue.SimpleQueue()  # the tensors in the other are freed
             self._draft.fail(self._given_up)
 
     def _write_all(self, writer: ShardWriter) -> None:
@@ -256,11 +253,6 @@ class Scribe:
         writer.finish()
         self._draft.complete_from(self._base, self._expected)
         self._draft.finish()
-
-    def _let_all_go(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._waiting.get_nowait()
 
     def _let_go(self, num_bytes: int) -> None:
         with self._room:

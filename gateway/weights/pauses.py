@@ -36,13 +36,24 @@ class Pauses:
         return Holder.TRAINER in self._scheduler.closed_for
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause for a trainer. Where a replica fails, nothing is paused but by an earlier pause."""
-        was_paused = self.is_paused
+        """Pause for a trainer. Where a replica fails, nothing is paused but by an earlier pause.
+
+        Refused as a whole where a serving replica cannot be paused; a replica that is behind has no rollouts.
+        """
+        was_paused, by = self.is_paused, Holder.TRAINER
+        members = [replica for replica in self._fleet.updatable() if replica.can_serve or replica.info.has("/pause")]
+        for replica in members:
+            if not replica.info.has("/pause"):
+                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
+        self._scheduler.close_gate(by)
+        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
         try:
-            await self._stop(Holder.TRAINER, mode, clear_cache=clear_cache)
+            await on_living(
+                members, lambda one: one.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s), timeout_s
+            )
         except BaseException:
             if not was_paused:
-                self._let_go(Holder.TRAINER)
+                self._let_go(by)
             raise
         self._cleared = clear_cache
 
@@ -117,20 +128,6 @@ class Pauses:
             lifts = (replica.brake.lifted(self._config.control_timeout_s) for replica in members)
             await asyncio.gather(*(stack.enter_async_context(lift) for lift in lifts))
             yield
-
-    async def _stop(self, by: Holder, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Refused as a whole where a serving replica cannot be paused; a replica that is behind has no rollouts."""
-        members = [replica for replica in self._fleet.updatable() if replica.can_serve or replica.info.has("/pause")]
-        for replica in members:
-            if not replica.info.has("/pause"):
-                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
-        self._scheduler.close_gate(by)
-        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
-        await on_living(
-            members,
-            lambda replica: replica.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s),
-            timeout_s,
-        )
 
     def _let_go(self, by: Holder) -> None:
         for replica in self._fleet.trained:

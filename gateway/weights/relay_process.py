@@ -51,12 +51,8 @@ class Relay:
         self._port: HeldPort | None = None
         self._process: LastingProcess | None = None
         self._client: VllmEngine | None = None
-        self._is_open = False
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = False
         """True while the relay is a member of a trainer's group."""
-        return self._is_open
 
     @property
     def backend(self) -> str:
@@ -68,7 +64,7 @@ class Relay:
         process = self._process
         running = process is not None and process.exit_code is None
         return {
-            "in_group": self._is_open,
+            "in_group": self.is_open,
             "backend": self.backend,
             "pid": process.pid if process and running else None,
             "log_path": str(process.log_path) if process else None,
@@ -86,18 +82,18 @@ class Relay:
             await self._client.health(_PROBE_TIMEOUT_S)
         except (EngineError, DeadlineExceeded):
             in_group = False
-        self._is_open = in_group
+        self.is_open = in_group
         if not in_group:
             await self.close()
 
     async def open(self, init_info: Json) -> None:
         """Join a trainer's group and leave any earlier one."""
-        self._is_open = False
+        self.is_open = False
         async with self._or_ended("join the trainer's group", self._config.init_timeout_s):
             client = self._client if self._runs else await self._start()
             assert client is not None
             await client.open_weight_group(init_info, self._config.init_timeout_s)
-        self._is_open = True
+        self.is_open = True
 
     async def begin(self, draft: Path, served: ReplicaInfo) -> None:
         """Write the tensors of the next calls into this folder of the weight store."""
@@ -131,7 +127,7 @@ class Relay:
 
     async def close(self) -> None:
         """End the process, which ends the trainer's wait for it."""
-        self._is_open = False
+        self.is_open = False
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -146,7 +142,7 @@ class Relay:
 
     def _member(self) -> VllmEngine:
         """Return the client of the running relay. Raise `EngineError` where it is in no group."""
-        if self._client is None or not self._is_open or not self._runs:
+        if self._client is None or not self.is_open or not self._runs:
             raise EngineError("it has ended")
         return self._client
 

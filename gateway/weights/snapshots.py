@@ -116,7 +116,7 @@ class Snapshots:
     async def claim(self, served: int | None, num_bytes: int) -> Path:
         """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
         await self._kept()
-        await self.make_room(served, num_bytes)
+        await self.make_room(served)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
         claiming = asyncio.ensure_future(self.in_thread(self._open_store().draft))
@@ -144,10 +144,10 @@ class Snapshots:
         except OSError as error:
             raise StoreFailed(f"the weight store failed: {error}") from error
 
-    async def make_room(self, served: int | None, num_bytes: int | None = None) -> None:
+    async def make_room(self, served: int | None) -> None:
         """Keep the served version alone, all where it is None, beside the next. Make a folder that is gone again.
 
-        Returns once older versions are removed, which takes a second for some GB, or `num_bytes` fit beside them.
+        Returns once older versions are removed, which takes a second for some GB.
         """
         await self.removed()
         if self._store is not None:
@@ -157,8 +157,7 @@ class Snapshots:
             await self.in_thread(self._store.sweep)  # first, or it would remove what is pruned, and wait for that
             if served is not None:
                 await self._prune(served)
-            if num_bytes is None or not await self.in_thread(self._store.fits, num_bytes):
-                await self.removed()
+            await self.removed()
 
     async def _prune(self, served: int) -> None:
         for folder in await self.in_thread(self._open_store().prune, served):

@@ -12,22 +12,11 @@ from typing import Any, TypeAlias
 import torch
 
 from engines.errors import ConfigError, WeightUpdateFailed
-from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
+from engines.transfer.gloo import SENDER_RANK, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, kept_streams, packed
 
 _BUFFERS = 2
 """Chunks in memory at a time: one is packed while the other is broadcast."""
-
-
-class GlooChannel(WeightGroup):
-    """Sends over TCP from host memory, to engines without CUDA."""
-
-    def __init__(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
-        super().__init__(address, port, SENDER_RANK, world_size, timeout_s)
-
-    def send(self, tensors: Iterator[NamedTensor]) -> None:
-        """Broadcast announced tensors. Raise `WeightUpdateFailed` on timeout or `close`."""
-        send(tensors, self)
 
 
 class NcclChannel:
@@ -109,7 +98,7 @@ class NcclChannel:
         return WeightUpdateFailed(f"the NCCL group was left: {self._reason}")
 
 
-Channel: TypeAlias = GlooChannel | NcclChannel
+Channel: TypeAlias = WeightGroup | NcclChannel
 """A group with the trainer as rank 0."""
 
 

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import torch
 
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateFailed
-from engines.transfer.gloo import address_towards, group_info
+from engines.transfer.gloo import SENDER_RANK, WeightGroup, address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.http import Json
-from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
+from trainer_client.transports.channels import Channel, NcclChannel
 from trainer_client.transports.tensors import Part
 
 Backend = Literal["gloo", "nccl"]
@@ -112,7 +112,7 @@ class GroupTransport:
         address = self._address or address_towards(server.hostname or "", server.port or 80)
         port = _free_port(self._port)
         if self._receives_over() == "gloo":
-            channel: Channel = GlooChannel(address, port, world_size, self._timeout_s)
+            channel: Channel = WeightGroup(address, port, SENDER_RANK, world_size, self._timeout_s)
         else:
             device = self._gpu()
             channel = NcclChannel(address, port, world_size, device)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from engines.announcement import CASTABLE
+from engines.batches import batches
 from engines.checkpoint.names import CheckpointNames, Ties, checkpoint_names, clean
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
@@ -141,7 +142,7 @@ def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
         yield _model_tensors(source)
     elif isinstance(source, Iterator):
-        yield from _bounded(map(_checked, source))
+        yield from batches(map(_checked, source), lambda one: one.tensor.numel() * one.tensor.itemsize, PART_BYTES)
     elif not isinstance(source, Iterable):
         raise InvalidRequest(
             f"named_tensors is a {type(source).__name__}: give a torch.nn.Module, a mapping, or pairs of name and "
@@ -224,19 +225,6 @@ def _sent_in(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
-    part: list[NamedOnes] = []
-    size = 0
-    for one in ones:
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(one)
-        size += one.tensor.numel() * one.tensor.dtype.itemsize
-    if part:
-        yield part
 
 
 def _model_tensors(model: torch.nn.Module) -> list[NamedOnes]:

@@ -73,8 +73,9 @@ class UpdateRecord:
 
     @property
     def label(self) -> str:
-        """The label of its version."""
-        return committed_label(self.version, blake2s(self.name.encode(), digest_size=4).hexdigest())
+        """The label of its version, unique across restarts."""
+        name = f"{self.version} of {self.opened.isoformat()}"
+        return committed_label(self.version, blake2s(name.encode(), digest_size=4).hexdigest())
 
     @property
     def staged(self) -> bool:
@@ -84,11 +85,6 @@ class UpdateRecord:
     def age_s(self) -> float:
         """Seconds from its start to its end; to now while it runs."""
         return (self.ended_at or time.monotonic()) - self.opened_at
-
-    @property
-    def name(self) -> str:
-        """Unique across restarts."""
-        return f"{self.version} of {self.opened.isoformat()}"
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:

@@ -190,9 +190,7 @@ class PackedGloo(Channel):
         self._group.join()
 
     def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
-        from engines.transfer.gloo import send
-
-        send(tensors, self._group)
+        self._group.send(tensors)
 
     def close(self) -> None:
         self._group.close()

@@ -15,7 +15,7 @@ from engines.errors import WeightUpdateFailed
 from engines.inside_sglang import worker
 from engines.inside_sglang.worker import WeightWorker
 from engines.process.port import free_port
-from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
+from engines.transfer.gloo import SENDER_RANK, WeightGroup
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -77,7 +77,7 @@ class Trainer:
         return self._run(self.group.join)
 
     def send(self, tensors: dict[str, Any]) -> threading.Thread:
-        return self._run(lambda: send(iter(tensors.items()), self.group))
+        return self._run(lambda: self.group.send(iter(tensors.items())))
 
     def _run(self, work: Any) -> threading.Thread:
         thread = threading.Thread(target=work, daemon=True)

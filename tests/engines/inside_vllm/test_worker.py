@@ -21,7 +21,6 @@ from engines.errors import EngineFailed, WeightUpdateFailed
 from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
-from engines.transfer.gloo import send
 from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model import task
 from tests.material import plain_layers, tied_model
@@ -54,7 +53,7 @@ class Broken:
         with ThreadPoolExecutor(1) as beside:
             received = beside.submit(self.on, lambda engine: how(engine, announced(named), TIMEOUT_S))
             with suppress(WeightUpdateFailed):  # the engine's error says more
-                send(iter(named), self.client.communicator)
+                self.client.communicator.send(iter(named))
             received.result(TIMEOUT_S)
 
 

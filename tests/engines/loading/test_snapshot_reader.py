@@ -4,7 +4,6 @@ import json
 import os
 import struct
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_TO_GPU", "_TO_HOST"):
-        sizes = replace(getattr(snapshot_reader, name), part_bytes=48, batch_bytes=200, num_ahead=2)
-        monkeypatch.setattr(snapshot_reader, name, sizes)
+    for name, size in (("_PART_BYTES", 48), ("_BATCH_BYTES", 200)):
+        monkeypatch.setattr(snapshot_reader, name, size)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

@@ -57,25 +57,10 @@ def test_files_that_are_not_their_manifests_are_refused(store: WeightStore, dama
         check_bytes(folder)
 
 
-def says(**change: object) -> Damage:
-    """Changes what the manifest says of the version."""
-    return lambda folder: (folder / MANIFEST).write_text(
-        json.dumps(json.loads((folder / MANIFEST).read_text()) | change)
-    )
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        *(
-            (told(file=name), "no file of its folder")
-            for name in ("../other/model.safetensors", "/etc/passwd", "..", ".", "")
-        ),
-        (says(tensors=[]), "is no manifest of a weight version"),
-    ],
-)
-def test_a_manifest_that_is_none_is_refused(store: WeightStore, damage: Damage, said: str) -> None:
+@pytest.mark.parametrize("change", [{"tensors": []}, {"format": 2}])
+def test_a_manifest_that_is_none_is_refused(store: WeightStore, change: dict[str, object]) -> None:
     folder = written(store, 1)
-    damage(folder)
-    with pytest.raises(StoreFailed, match=said):
+    tree = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(tree | change))
+    with pytest.raises(StoreFailed, match="is no manifest of a weight version"):
         Manifest.read(folder)

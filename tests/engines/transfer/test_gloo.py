@@ -17,7 +17,7 @@ import torch
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
 from engines.transfer import gloo
-from engines.transfer.gloo import WeightGroup, send
+from engines.transfer.gloo import WeightGroup
 from engines.transfer.packing import CHUNK_BYTES, packed
 
 TIMEOUT_S = 20.0
@@ -79,7 +79,7 @@ def test_receivers_get_what_was_sent_whatever_the_chunk_size(pool: ThreadPoolExe
         pool.submit(group.receive, announced(sent), got.extend, chunk_bytes)
         for group, got in zip(groups[1:], arrived, strict=True)
     ]
-    send(iter(sent), groups[0], chunk_bytes)
+    groups[0].send(iter(sent), chunk_bytes)
     for future in receiving:
         future.result(timeout=TIMEOUT_S)
     for got in arrived:

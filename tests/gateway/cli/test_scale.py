@@ -75,7 +75,11 @@ async def test_the_fleet_is_complete_by_what_it_was_told_to_expect(start_rig: St
 def loaded(url: str) -> Iterator[None]:
     """Clients of all kinds that ask without pause: every token of theirs must come, once, without asking again."""
     callers, loop = Callers(url, SIM, Newest(), tokens=80, bound_s=120), LoopThread("callers")
-    loop.run(lambda: callers.start(1))
+
+    async def begin() -> None:
+        callers.start(1)
+
+    loop.wait(begin())
     try:
         yield
         tally = loop.wait(callers.stop()).tally

@@ -16,7 +16,7 @@ import torch
 from engines.process.port import HeldPort
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import RELAY, WeightStore
-from engines.transfer.gloo import WeightGroup, send
+from engines.transfer.gloo import WeightGroup
 from engines.types import Dialect
 from gateway.weights import relay_process as relay
 from gateway.weights.snapshots import Snapshots
@@ -63,7 +63,7 @@ class Trainer:
     async def send(self, named: dict[str, torch.Tensor]) -> tuple[int, Json]:
         """Announce and broadcast; returns when both are over."""
         assert self.group is not None
-        sending = asyncio.create_task(asyncio.to_thread(send, iter(named.items()), self.group))
+        sending = asyncio.create_task(asyncio.to_thread(self.group.send, iter(named.items())))
         answer = await self.announce(named)
         await sending
         return answer

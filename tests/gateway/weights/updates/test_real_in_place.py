@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
 from engines.store.manifest import check_bytes
-from engines.transfer.gloo import WeightGroup, send
+from engines.transfer.gloo import WeightGroup
 from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
@@ -200,7 +200,7 @@ def test_a_trainer_that_ends_between_tensors_leaves_the_old_version_and_its_room
         group = joined(plain.real, beside)
         assert plain.real.call("/start_weight_update", {})[0] == 200
         arrived = beside.submit(plain.real.call, "/update_weights", {"update_info": announced(named[:half])})
-        send(iter(named[:half]), group)
+        group.send(iter(named[:half]))
         assert arrived.result(TIMEOUT_S)[0] == 200
         if is_killed:
             awaited = beside.submit(plain.real.call, "/update_weights", {"update_info": announced(named[half:])})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engines.clients import http
+from engines.clients import connections
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.weight_label import UNKNOWN, WeightLabel
@@ -159,7 +159,7 @@ async def test_a_label_that_is_no_text_is_a_failure(serve: Serve, answer: str) -
 async def test_a_connection_that_does_not_come_about_is_unreachable(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "_CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connections, "_CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as full, socket.socket() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

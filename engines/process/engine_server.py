@@ -172,7 +172,7 @@ class EngineServer:
         assert self._process is not None
         stopped = 0
         while not self._is_dead and not await self._process.ends_within(_STOPPED_INTERVAL_S):
-            stopped = stopped + 1 if self._process.stopped else 0
+            stopped = stopped + 1 if self._process.is_stopped else 0
             if stopped >= _STOPPED_PROBES:
                 log.warning("the engine is stopped (SIGSTOP), and is killed", replica=self._replica_id)
                 self._process.kill()

@@ -122,9 +122,10 @@ class SglangEngine(HttpEngine):
     async def _asked(self, path: str, body: Json, timeout_s: float, *, stream: bool) -> Json:
         """Return the body as SGLang takes it. A model of another name than the server's is an adapter."""
         await self._check_token_ids(body, timeout_s)
-        model = body.get("model")
-        adapter = {} if not model or model == await self._name(timeout_s) else {"lora_path": model}
-        return (chat_body(body) if path == CHAT else generate_body(body)) | adapter | {"stream": stream}
+        asked = (chat_body(body) if path == CHAT else generate_body(body)) | {"stream": stream}
+        if (model := body.get("model")) and model != await self._name(timeout_s):
+            asked["lora_path"] = model
+        return asked
 
     async def _told_label(self, timeout_s: float) -> str:
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))

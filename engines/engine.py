@@ -12,7 +12,7 @@ import orjson
 from engines.chunks import Chunk
 from engines.errors import EngineFailed, InvalidRequest
 from engines.types import PauseMode, TensorMeta
-from engines.weight_label import CHECKPOINT, UNKNOWN, WeightLabel, open_label
+from engines.weight_label import CHECKPOINT, WeightLabel, open_label
 
 Json = dict[str, Any]
 Take = Callable[[list[Chunk]], None]
@@ -121,9 +121,9 @@ class Engine(ABC):
         """Generate as `generate` does; yield the chunks in JSON, in lists of those that came together."""
 
     async def weight_label(self, timeout_s: float) -> WeightLabel:
-        """Return what the label of its weights tells; `UNKNOWN` where it has no labels."""
+        """Return what the label of its weights tells."""
         self._held = await self._told_label(timeout_s)
-        label = WeightLabel.read(self._held) if self._held else UNKNOWN
+        label = WeightLabel.read(self._held)
         self._committed = label.committed
         return label
 
@@ -247,7 +247,7 @@ class Engine(ABC):
             await self._load_by_itself(path, timeout_s)
 
     async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
-        """Label the weights, where the engine knows labels. A restarted gateway believes those that are committed."""
+        """Label the weights. A restarted gateway believes those that are committed."""
         await self._label(label, timeout_s, is_committed=is_committed)
 
     async def _label(self, label: str, timeout_s: float, *, is_committed: bool = False) -> None:
@@ -311,11 +311,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def _told_label(self, timeout_s: float) -> str:
-        """Return the label of the weights, "" where the engine knows no labels."""
+        """Return the label of the weights."""
 
     @abstractmethod
     async def _set_label(self, label: str, timeout_s: float) -> None:
-        """Label the weights, where the engine knows labels."""
+        """Label the weights."""
 
     async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
         """Poll the workers until all are ready: a call that waits there would block the engine's steps."""

@@ -73,9 +73,9 @@ class EngineReplica:
                     async with asyncio.timeout(_ASK_TIMEOUT_S):
                         await gateway.tell.remote(start)
 
-    def incarnation(self) -> tuple[str, int]:
-        """Return `KeptEngine.incarnation`: a cheap call, made each second, that shows a restart and a stop."""
-        return self._engine.incarnation
+    def incarnation(self) -> str:
+        """Return the id of this engine start: a cheap call, made each second, that shows a restart."""
+        return self._engine.info.incarnation
 
     async def describe(self, node: str) -> ReplicaInfo:
         """Return the replica's description, with a reader that a gateway on `node` can reach.

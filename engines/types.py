@@ -112,7 +112,6 @@ class ReplicaInfo:
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     phases: those of its start, up to `started`; () for an external server.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
-    stopped: id of one of its processes that is stopped, by SIGSTOP; 0 where all run.
     """
 
     replica_id: str
@@ -139,7 +138,6 @@ class ReplicaInfo:
     started: float = 0.0
     phases: tuple[Phase, ...] = ()
     log_path: str = ""
-    stopped: int = 0
     is_far: bool = False
     reader: str = ""
     reader_key: str = field(default="", repr=False)

@@ -46,10 +46,6 @@ class WeightLabel:
         return version_of(self.held)
 
 
-UNKNOWN = WeightLabel("")
-"""For an engine that has no labels."""
-
-
 def committed_label(version: int, update: str) -> str:
     """Return the label of a version that this update, 8 hexadecimal digits, has made and committed."""
     return f"{version}-{update}"

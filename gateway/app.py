@@ -5,7 +5,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -147,10 +146,9 @@ class Gateway:
 
     async def _list_replicas(self) -> list[ReplicaInfo]:
         """List running replicas. A broadcast skips dead ones silently, so an absent replica is gone."""
-        stopped = dict(await self._ask_all("incarnation"))
-        if stopped.keys() != {info.incarnation for info in self._known}:
+        if set(await self._ask_all("incarnation")) != {info.incarnation for info in self._known}:
             self._known = await self._ask_all("describe", self._node)
-        return [replace(info, stopped=stopped.get(info.incarnation, 0)) for info in self._known]
+        return self._known
 
     async def _ask_all(self, method: str, *arguments: str) -> list[Any]:
         answers = await asyncio.gather(

@@ -1,20 +1,22 @@
-"""HTTP/1.1 to one server over kept connections, without the cost of a general client.
+"""HTTP/1.1 to one server over kept connections, without the cost of a general client. httptools (llhttp) reads.
 
 A rollout costs the gateway two HTTP messages, and little else: a general client takes as long as all of our own code.
-So this is as much of the protocol as engines speak: no redirects, no cookies, no compression, no pipelining.
+So this is as much of the protocol as engines speak: no redirects, no cookies, no compression, no pipelining. A body has
+a length or comes in chunks.
 """
 
 import asyncio
-import contextlib
 import os
 import ssl
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import cast
 from urllib.parse import quote, urlsplit
 
-from engines.clients.connection import Connection
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-_BUFFER_BYTES = 1 << 16
+# A busy event loop, here or there, may take long to accept; probes find a dead host sooner.
+_CONNECT_TIMEOUT_S = 30.0
 _AS_IT_IS = "/?#[]@!$&'()*+,;=:%-._~"
 
 
@@ -29,6 +31,137 @@ class CannotConnect(ConnectionError):
         self.reason = reason
 
 
+class Connection(asyncio.Protocol):
+    """One connection, and the response that is read from it."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, idle: dict["Connection", None]) -> None:
+        """`idle` are the connections that wait for a request. One that the server closes leaves them."""
+        self._idle = idle
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self.was_kept = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Expect a response."""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._blocks: list[bytes] = []
+        self._is_kept_alive = False
+        self._has_ended = False
+        self._parser = HttpResponseParser(self)
+
+    @property
+    def is_open(self) -> bool:
+        return self._error is None and not self._transport.is_closing()
+
+    @property
+    def is_ready(self) -> bool:
+        """False where the server may have closed the connection, and nobody has seen it: after a standstill of this
+        process its timer is late."""
+        return self.is_open and self._timer is not None and self._loop.time() < self._timer.when()
+
+    @property
+    def is_reusable(self) -> bool:
+        """True if it can take another request."""
+        return self.is_open and self._has_ended and self._is_kept_alive and self.status < 500
+
+    async def ask(self, request: bytes, deadline: float) -> None:
+        """Send a request whose response is to be read until `deadline`, by the loop's clock. Return when status and
+        headers have come."""
+        self._begin()
+        self._end_at(deadline, TimeoutError())
+        self._transport.write(request)
+        while not self.status:
+            await self._more()
+
+    async def read(self) -> bytes:
+        """Return the body, or what is left of it."""
+        while not self._has_ended:
+            await self._more()
+        return b"".join(self._blocks)
+
+    async def block(self) -> bytes:
+        """Return all bytes of the body that are here, at least one; none at its end."""
+        while not (self._blocks or self._has_ended):
+            await self._more()
+        block, self._blocks = b"".join(self._blocks), []
+        return block
+
+    def rest(self, seconds: float) -> None:
+        """Wait for the next request, and close after so many seconds without."""
+        self.was_kept = True
+        self._end_at(self._loop.time() + seconds, ConnectionAbortedError("the connection was idle"))
+
+    def close(self, error: Exception | None = None) -> None:
+        """End it. Who waits for its response gets the first error."""
+        self._fail(error or ConnectionAbortedError("the connection is closed"))
+        self._transport.abort()
+
+    def _end_at(self, deadline: float, error: Exception) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self.close, error)
+
+    async def _more(self) -> None:
+        """Return when something has come. Raise the error that ends the connection."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._error = self._error or error
+        self._wake()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle.pop(self, None)
+        self._fail(ConnectionResetError(f"the server closed the connection{f': {exc}' if exc else ''}"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_ended:
+            self.close(ConnectionError("it sends bytes that belong to no response"))
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self.close(ConnectionError(f"it does not speak HTTP/1.1: {error}"))
+        self._wake()
+
+    # the parser's side
+
+    def on_message_begin(self) -> None:
+        if self._has_ended:
+            raise ValueError("bytes follow the response")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.status, self._is_kept_alive = self._parser.get_status_code(), self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._blocks.append(body)
+
+    def on_message_complete(self) -> None:
+        self._has_ended = True
+
+
 class Connections:
     """The connections to one server; an idle one is kept for `keepalive_s`. There is no limit to their number."""
 
@@ -38,10 +171,9 @@ class Connections:
         self._context = ssl.create_default_context() if address.scheme == "https" else None
         self._host, self._port = address.hostname or "", address.port or (443 if self._context else 80)
         self._address = address.netloc.rpartition("@")[2]
-        self._fixed = _head_lines({"Host": self._address, "Accept": "*/*", "User-Agent": "rollout-gateway", **headers})
+        self._headers = {"Host": self._address, "Accept": "*/*", "User-Agent": "rollout-gateway", **headers}
         self._keepalive_s = keepalive_s
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._idle: list[Connection] = []
+        self._idle: dict[Connection, None] = {}
         self._busy: set[Connection] = set()
         self.closed = False
 
@@ -51,117 +183,69 @@ class Connections:
         for connection in (*self._idle, *self._busy):
             connection.close()
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        data: bytes | None,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        connect_timeout_s: float,
-    ) -> "Exchange":
-        """Return the exchange as a block, whose value is the response. It takes at most `timeout_s`, from the begin of
-        the block to the last byte that is read; then `TimeoutError` is raised where it waits for the server.
+    @asynccontextmanager
+    async def request(
+        self, method: str, path: str, *, data: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> AsyncIterator[Connection]:
+        """Ask, with the response as the block's value. It takes at most `timeout_s`, from the begin of the block to the
+        last byte that is read; then `TimeoutError` is raised where it waits for the server.
 
         Raises `CannotConnect`, and `ConnectionError` where the server breaks off or does not speak HTTP.
         """
-        target = path if path.isascii() and path.isprintable() and " " not in path else quote(path, safe=_AS_IT_IS)
-        length = "" if data is None else f"Content-Length: {len(data)}\r\n"
-        head = f"{method} {target} HTTP/1.1\r\n{self._fixed}{length}{_head_lines(headers)}\r\n".encode("ascii")
-        return Exchange(self, head, data or b"", timeout_s, connect_timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        request = self._written(method, path, data, headers)
+        connection = self._kept() or await self._connected(deadline)
+        try:
+            try:
+                await connection.ask(request, deadline)
+            except ConnectionResetError:
+                # The server closed a kept connection as the request was on its way. A GET may be sent again.
+                if not (connection.was_kept and method == "GET"):
+                    raise
+                self._give_back(connection)
+                connection = await self._connected(deadline)
+                await connection.ask(request, deadline)
+            yield connection
+        finally:
+            self._give_back(connection)
 
-    async def take(self, timeout_s: float) -> Connection:
-        """Return an idle connection, or a new one."""
+    def _written(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]) -> bytes:
+        lines = [f"{name}: {value}\r\n" for name, value in {**self._headers, **headers}.items()]
+        if data is not None:
+            lines.append(f"Content-Length: {len(data)}\r\n")
+        head = f"{method} {quote(path, safe=_AS_IT_IS)} HTTP/1.1\r\n{''.join(lines)}\r\n"
+        return head.encode("ascii") + (data or b"")
+
+    def _kept(self) -> Connection | None:
+        """Return an idle connection, the one that was used last; None without one."""
         while self._idle:
-            connection = self._idle.pop()
+            connection, _ = self._idle.popitem()
             if connection.is_ready:
-                break
+                self._busy.add(connection)
+                return connection
             connection.close()
-        else:
-            return await self.connected(timeout_s)
-        self._busy.add(connection)
-        return connection
+        return None
 
-    def give_back(self, connection: Connection, *, is_reusable: bool) -> None:
-        self._busy.discard(connection)
-        if is_reusable and not self.closed:
-            self._idle.append(connection)
-            connection.rest(self._keepalive_s)
-        else:
-            connection.close()
-
-    def _drop(self, connection: Connection) -> None:
-        """Forget an idle connection that the server has closed."""
-        with contextlib.suppress(ValueError):
-            self._idle.remove(connection)
-
-    async def connected(self, timeout_s: float) -> Connection:
+    async def _connected(self, deadline: float) -> Connection:
         """Return a new connection."""
         loop = asyncio.get_running_loop()
+        limit = min(deadline, loop.time() + _CONNECT_TIMEOUT_S)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(limit):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self._buffer, self._drop), self._host, self._port, ssl=self._context
+                    lambda: Connection(self._idle), self._host, self._port, ssl=self._context
                 )
-        except (OSError, ssl.CertificateError) as error:
+        except OSError as error:
+            if isinstance(error, TimeoutError) and limit == deadline:
+                raise
             raise CannotConnect(self._address, error) from error
         self._busy.add(connection)
         return connection
 
-
-class Exchange:
-    """One request and its response."""
-
-    __slots__ = ("_body", "_connect_timeout_s", "_connection", "_connections", "_head", "_timeout_s")
-
-    def __init__(
-        self, connections: Connections, head: bytes, body: bytes, timeout_s: float, connect_timeout_s: float
-    ) -> None:
-        self._connections = connections
-        self._head, self._body = head, body
-        self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
-        self._connection: Connection | None = None
-
-    async def __aenter__(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
-        try:
-            connection = await self._connections.take(min(self._connect_timeout_s, self._timeout_s))
-        except CannotConnect as error:
-            # By the limits, as a timer may come a moment before its time.
-            if isinstance(error.reason, TimeoutError) and self._timeout_s <= self._connect_timeout_s:
-                raise TimeoutError from error
-            raise
-        try:
-            await self._ask(connection, deadline)
-        except ConnectionResetError:
-            # The server closed a kept connection as the request was on its way. A GET may be sent again.
-            if not (connection.was_kept and self._head.startswith(b"GET ")):
-                raise
-            connection = await self._connections.connected(min(self._connect_timeout_s, deadline - loop.time()))
-            await self._ask(connection, deadline)
-        return connection
-
-    async def _ask(self, connection: Connection, deadline: float) -> None:
-        """Send the request, and return when the response has begun."""
-        self._connection = connection
-        try:
-            connection.send(self._head, self._body, deadline)
-            await connection.head()
-        except BaseException:
-            self._connections.give_back(connection, is_reusable=False)
-            raise
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._connection is not None
-        self._connections.give_back(self._connection, is_reusable=self._connection.finish())
-
-
-def _head_lines(headers: Mapping[str, str]) -> str:
-    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers) or not lines.isascii():
-        raise ValueError(f"a header has a line end, or a character beyond ASCII: {', '.join(headers)}")
-    return lines
+    def _give_back(self, connection: Connection) -> None:
+        self._busy.discard(connection)
+        if connection.is_reusable and not self.closed:
+            self._idle[connection] = None
+            connection.rest(self._keepalive_s)
+        else:
+            connection.close()

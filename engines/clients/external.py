@@ -82,8 +82,6 @@ def external_engine(info: ReplicaInfo, api_key: str = "") -> ExternalEngine | Ex
 class ExternalServer:
     """Has the start, check and stop of `EngineServer`, but owns no process."""
 
-    stopped = 0
-
     def __init__(self, config: EngineConfig, *, replica_id: str, group: str) -> None:
         self._config = config
         self._replica_id = replica_id

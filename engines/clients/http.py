@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from engines.clients.connection import Connection
-from engines.clients.connections import CannotConnect, Connections
+from engines.clients.connections import CannotConnect, Connection, Connections
 from engines.engine import Engine, Json, body_in_json
 from engines.errors import (
     DeadlineExceeded,
@@ -24,8 +23,6 @@ T = TypeVar("T")
 
 # vLLM and SGLang close idle connections after 5 s; reuse at that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
-# A busy event loop, here or there, may take long to accept; probes find a dead host sooner.
-_CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 _DONE = b"[DONE]"
 _HEAD_BYTES = 1 << 9  # an error comes without tokens, so its name is within the first bytes of a chunk
@@ -114,7 +111,7 @@ class HttpEngine(Engine, ABC):
         headers = TRACE_CONTEXT.get() | (_JSON if data else {})
         try:
             async with self._connections.request(
-                method, path, data=data, headers=headers, timeout_s=timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S
+                method, path, data=data, headers=headers, timeout_s=timeout_s
             ) as response:
                 if not 200 <= response.status < 300:
                     raise self._error(path, response, await response.read())

@@ -89,7 +89,6 @@ class SglangEngine(HttpEngine):
         super().__init__(replica_id, url, api_key, has_tee=has_tee)
         self._vocab_size: int | None = None
         self._served_name = ""
-        self._adapters: set[str] = set()
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]
@@ -121,10 +120,12 @@ class SglangEngine(HttpEngine):
                 yield [orjson.dumps(reply.last())]
 
     async def _asked(self, path: str, body: Json, timeout_s: float, *, stream: bool) -> Json:
-        """Return the body as SGLang takes it."""
+        """Return the body as SGLang takes it. A model of another name than the server's is an adapter."""
         await self._check_token_ids(body, timeout_s)
-        adapter = {"lora_path": body["model"]} if body.get("model") in self._adapters else {}
-        return (chat_body(body) if path == CHAT else generate_body(body)) | adapter | {"stream": stream}
+        asked = (chat_body(body) if path == CHAT else generate_body(body)) | {"stream": stream}
+        if (model := body.get("model")) and model != await self._name(timeout_s):
+            asked["lora_path"] = model
+        return asked
 
     async def _told_label(self, timeout_s: float) -> str:
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))
@@ -191,18 +192,11 @@ class SglangEngine(HttpEngine):
 
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
         await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
-        self._adapters.add(name)
 
     async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
         # SGLang answers an unknown name with a generic 400.
         if name in await self.lora_adapters(timeout_s):
             await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s)
-        self._adapters.discard(name)
-
-    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
-        known = await super().lora_adapters(timeout_s)
-        self._adapters = set(known)
-        return known
 
     async def _check_token_ids(self, body: Json, timeout_s: float) -> None:
         """Refuse ids outside the vocabulary: SGLang does not check, and its server dies."""
@@ -231,10 +225,14 @@ class SglangEngine(HttpEngine):
     async def _models(self, timeout_s: float) -> Json:
         """Return the model list with the start name, not the folder loaded last."""
         listed = await self._call("GET", "/v1/models", None, timeout_s)
+        return self._translated(partial(_renamed, name=await self._name(timeout_s)), listed)
+
+    async def _name(self, timeout_s: float) -> str:
+        """Return the name of the model that the server was started with."""
         if not self._served_name:
             info = await self._call("GET", "/server_info", None, timeout_s)
             self._served_name = self._translated(lambda told: str(told["served_model_name"]), info)
-        return self._translated(partial(_renamed, name=self._served_name), listed)
+        return self._served_name
 
     async def _load_by_itself(self, path: str, timeout_s: float) -> None:
         # No flush and no abort: prefixes are salted by weight version, and no request runs. The format is named, as

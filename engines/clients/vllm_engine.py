@@ -10,9 +10,6 @@ from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 from engines.weight_label import open_label
 
-_NO_ROUTE = (404, 405)
-"""Statuses of a release without a route."""
-
 
 class VllmEngine(HttpEngine):
     """One vLLM server (tested with 0.32)."""
@@ -21,17 +18,13 @@ class VllmEngine(HttpEngine):
         return await self._call(method, path, body, timeout_s)
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
-        return await self.ask("POST", path, self._asked(body, stream=False), timeout_s)
+        return await self.ask("POST", path, body | {"stream": False}, timeout_s)
 
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
-        return await self.read("POST", path, self._asked(body, stream=False), timeout_s)
+        return await self.read("POST", path, body | {"stream": False}, timeout_s)
 
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        return self._events(path, self._asked(body, stream=True), timeout_s)
-
-    def _asked(self, body: Json, *, stream: bool) -> Json:
-        """Return the body as this server takes it."""
-        return {**body, "stream": stream}
+        return self._events(path, body | {"stream": True}, timeout_s)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         info = {"packed": True} | init_info  # trainers beside vLLM before 0.28 say it later, and always pack
@@ -102,23 +95,14 @@ class VllmEngine(HttpEngine):
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
-        return self._translated(_results, await self.ask("POST", "/collective_rpc", body, timeout_s))
+        answer = await self.ask("POST", "/collective_rpc", body, timeout_s)
+        return self._translated(lambda told: list(told["results"]), answer)
 
     async def _told_label(self, timeout_s: float) -> str:
-        answer = await self._of_labels("GET", "/weight_info", None, timeout_s)
-        return "" if answer is None else self._translated(label_of, answer)
+        return self._translated(label_of, await self.ask("GET", "/weight_info", None, timeout_s))
 
     async def _set_label(self, label: str, timeout_s: float) -> None:
-        await self._of_labels("POST", "/update_weight_version", {"new_version": label}, timeout_s)
-
-    async def _of_labels(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json | None:
-        """Return the answer of a route of labels; None from a server that has none."""
-        try:
-            return await self.ask(method, path, body, timeout_s)
-        except EngineRefused as error:
-            if error.status not in _NO_ROUTE:
-                raise
-            return None
+        await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
 
 
 def label_of(answer: Json) -> str:
@@ -127,7 +111,3 @@ def label_of(answer: Json) -> str:
     if type(label) not in (str, int):
         raise TypeError(f"a label is text, not {type(label).__name__}")
     return str(label)
-
-
-def _results(answer: Json) -> list[Any]:
-    return list(answer.get("results") or [{}])

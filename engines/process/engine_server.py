@@ -37,7 +37,7 @@ _PROBE_INTERVAL_S = 0.05
 _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
-_STOPPED_INTERVAL_S, _STOPPED_PROBES = 0.2, 10
+_STOPPED_INTERVAL_S, _STOPPED_PROBES = 0.2, 5
 """So many times in a row is an engine found stopped. A clock would run on where the whole machine is suspended."""
 _COARSE_INTERVAL = 16
 _LEAST_UTILIZATION = 0.001
@@ -172,15 +172,10 @@ class EngineServer:
         assert self._process is not None
         stopped = 0
         while not self._is_dead and not await self._process.ends_within(_STOPPED_INTERVAL_S):
-            stopped = stopped + 1 if self._process.stopped else 0
+            stopped = stopped + 1 if self._process.is_stopped else 0
             if stopped >= _STOPPED_PROBES:
                 log.warning("the engine is stopped (SIGSTOP), and is killed", replica=self._replica_id)
                 self._process.kill()
-
-    @property
-    def stopped(self) -> int:
-        """Process id of one of the engine's processes that is stopped; 0 where all run."""
-        return self._process.stopped if self._process is not None else 0
 
     async def stop(self) -> None:
         if self._engine is not None:

@@ -74,11 +74,6 @@ class KeptEngine:
         await asyncio.gather(self._server.stop(), *standby)
 
     @property
-    def incarnation(self) -> tuple[str, int]:
-        """The id of this engine start, and of a process of it that is stopped: 0 where none is."""
-        return self.info.incarnation, 0 if self._is_starting else self._server.stopped
-
-    @property
     def phases(self) -> tuple[Phase, ...]:
         """Those of a start that goes on, also of a standby that is waited for; () where none does."""
         server = (self.standby.server if self.standby is not None else None) or self._server

@@ -167,12 +167,12 @@ class EngineProcess(_LoggedProcess):
         return self.exit_code is not None
 
     @property
-    def stopped(self) -> int:
-        """Process id of one of the engine's processes that got SIGSTOP; 0 where all run. Asked once it is ready: its
-        processes are listed at the first time alone, as that reads all of the machine's. One that a debugger or a
-        profiler holds is not meant: they mostly do for a moment."""
+    def is_stopped(self) -> bool:
+        """True while SIGSTOP holds one of the engine's processes. Asked once it is ready: these are listed at the first
+        time alone, as that reads all of the machine's. One that a debugger or a profiler holds is not meant: they
+        mostly do for a moment."""
         self._tree = self._tree or descendants(self.pid)
-        return next((pid for pid in self._tree if _words(f"/proc/{pid}/stat", after=")")[:1] == ["T"]), 0)
+        return any(_words(f"/proc/{pid}/stat", after=")")[:1] == ["T"] for pid in self._tree)
 
     def kill(self) -> None:
         """Kill the command's processes. The guard sees their end."""

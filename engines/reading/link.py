@@ -56,20 +56,17 @@ class Link:
         return self._number
 
     async def _end_of(self, ask: Ask | Call, take: Take, limit_s: float) -> bytes:
-        loop = asyncio.get_running_loop()
-        self._asks[ask.number] = asked = _Asked(take, loop.create_future())
-        timer = loop.call_later(limit_s, self._late, asked, ask)
+        self._asks[ask.number] = asked = _Asked(take, asyncio.get_running_loop().create_future())
         try:
-            wire = self._wire
-            if wire is None:
-                async with asyncio.timeout(limit_s):
-                    wire = await self._connected()
-            wire.send(ask)
-            return await asked.end
+            async with asyncio.timeout(limit_s):
+                wire = self._wire or await self._connected()
+                wire.send(ask)
+                return await asked.end
         except TimeoutError:
-            raise self._lateness(ask) from None
+            raise DeadlineExceeded(
+                f"replica {self._replica_id}: no answer to {ask.path} within {ask.timeout_s:g} s"
+            ) from None
         finally:
-            timer.cancel()
             if self._asks.pop(ask.number, None) and self._wire is not None:
                 self._wire.send(Cancel(ask.number))
 
@@ -94,12 +91,6 @@ class Link:
                 wire.send(Hello(self._key))
                 self._wire = wire
             return self._wire
-
-    def _late(self, asked: _Asked, ask: Ask | Call) -> None:
-        asked.fail(self._lateness(ask))
-
-    def _lateness(self, ask: Ask | Call) -> DeadlineExceeded:
-        return DeadlineExceeded(f"replica {self._replica_id}: no answer to {ask.path} within {ask.timeout_s:g} s")
 
     def _received(self, _: Wire[ToReader, ToGateway], message: ToGateway) -> None:
         if (asked := self._asks.get(message.number)) is None or asked.end.done():

@@ -260,13 +260,10 @@ class Fleet:
         self._listed = set(listed)
         is_open = self.settled_version is None
         for replica in self.replicas:
-            info = listed.get(replica.replica_id)
-            replica.evidence.is_listed = info is not None
-            if info is not None and info.stopped:
-                self._stopped(replica, info.stopped)
+            replica.evidence.is_listed = replica.replica_id in listed
         self.arrivals.forget_all_but(listed)
         known = {replica.replica_id: replica.info.incarnation for replica in self.replicas}
-        new = [info for info in infos if known.get(info.replica_id) != info.incarnation and not info.stopped]
+        new = [info for info in infos if known.get(info.replica_id) != info.incarnation]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
         if joined:
             self._agree(joined, is_open=is_open)
@@ -275,16 +272,6 @@ class Fleet:
             is_known = replica.weight_version is not None
             self.settle(replica, "joined" if is_known else "joined with weights that no commit is known of")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
-
-    def _stopped(self, replica: Replica, pid: int) -> None:
-        """Move the rollouts of an engine that SIGSTOP holds, unless no other could take them. It serves again after it
-        has made a token."""
-        if replica.can_serve and len(self.serving(replica.info.model)) > 1:
-            replica.evidence.is_stalled = True
-            self.set_state(
-                replica, ReplicaState.SUSPECT, f"its process {pid} is stopped (SIGSTOP); it serves again after SIGCONT"
-            )
-            replica.drop_calls()
 
     async def metrics_pages(self) -> dict[Replica, str]:
         """The Prometheus pages of the living engines that answer with one."""

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ class ProcessFleet:
         return sum(counts)
 
     async def suspend(self, index: int) -> None:
-        """Stop an engine with SIGSTOP. After two seconds its replica replaces it."""
+        """Stop an engine with SIGSTOP. After a second its replica replaces it."""
         made, pid = await self.made_by(index), self.infos[index].pid
         self._suspended[pid] = made
         os.kill(pid, signal.SIGSTOP)
@@ -169,10 +168,6 @@ class ProcessFleet:
         while True:
             await asyncio.sleep(_LOOK_S)
             info = self.infos[index]
-            stopped = _stopped(info.pid)
-            if stopped != info.stopped:
-                self.infos[index] = replace(info, stopped=stopped)
-                self._publish()
             if not psutil.pid_exists(info.pid):
                 self.deaths += 1
                 self._made_by_dead += self._suspended.pop(info.pid, 0.0)
@@ -234,11 +229,3 @@ async def healthy_within(url: str, seconds: float) -> None:
                     if response.status == 200:
                         return
             await asyncio.sleep(_LOOK_S)
-
-
-def _stopped(pid: int) -> int:
-    """Return `ReplicaInfo.stopped` of an engine, which its Serve replica would tell."""
-    try:
-        return pid if psutil.Process(pid).status() == psutil.STATUS_STOPPED else 0
-    except psutil.NoSuchProcess:
-        return 0

@@ -10,7 +10,6 @@ import structlog
 from engines.engine import Engine
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineRefused
 from engines.types import ReplicaInfo
-from engines.weight_label import UNKNOWN, WeightLabel
 from gateway.config.models import Models
 from gateway.config.schema import FleetConfig
 from gateway.fleet.adapters import Adapter, Adapters
@@ -99,8 +98,6 @@ class Arrivals:
             replica.weight_version = 0
             return
         replica.found = await replica.engine.weight_label(self._timeout_s)
-        if replica.found == UNKNOWN and not replica.info.takes_weights:
-            replica.found = WeightLabel()  # it holds for ever what it came with
 
     async def _adapters_of(self, replica: Replica) -> dict[str, str]:
         if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:

@@ -525,9 +525,9 @@ async def test_a_version_is_loaded_by_the_plugin_or_else_by_sglang_whatever_it_w
     assert labels == [{"new_version": label, "abort_all_requests": False} for label in ("?0", "3")]
 
 
-async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglang, engine: SglangEngine) -> None:
-    await engine.load_lora_adapter("v1", "/a/v1", TIMEOUT_S)
-    assert server.asked[-1] == ("/load_lora_adapter", {"lora_name": "v1", "lora_path": "/a/v1"})
+async def test_an_adapter_is_chosen_by_the_model_that_names_it_whoever_has_loaded_it(
+    server: FakeSglang, engine: SglangEngine
+) -> None:
     await generate(engine, model="v1")
     assert server.generated["lora_path"] == "v1"
     await generate(engine, model="m")
@@ -537,13 +537,11 @@ async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglan
     assert server.asked[-1][1]["lora_path"] == "v1"
 
 
-async def test_adapters_that_an_earlier_client_loaded_are_known_and_unloaded(
-    server: FakeSglang, engine: SglangEngine
-) -> None:
+async def test_adapters_are_loaded_listed_and_unloaded(server: FakeSglang, engine: SglangEngine) -> None:
+    await engine.load_lora_adapter("v1", "/a/v1", TIMEOUT_S)
+    assert server.asked[-1] == ("/load_lora_adapter", {"lora_name": "v1", "lora_path": "/a/v1"})
     server.knows_v1 = True
     assert await engine.lora_adapters(TIMEOUT_S) == {"v1": "/a/v1"}
-    await generate(engine, model="v1")
-    assert server.generated["lora_path"] == "v1"
     await engine.unload_lora_adapter("v1", TIMEOUT_S)
     assert server.asked[-1] == ("/unload_lora_adapter", {"lora_name": "v1"})
     server.knows_v1 = False

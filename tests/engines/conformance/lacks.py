@@ -56,11 +56,6 @@ LACKS = (
         "its loaders pass over a tensor that the model does not have; the gateway refuses it before the update",
     ),
     Lack(
-        "weight_version",
-        _vllm_without("/weight_info"),
-        "this version has no /weight_info; the gateway loads it again when it finds it",
-    ),
-    Lack(
         "close_group",
         _vllm_without("/shutdown_weight_transfer_engine"),
         "this version has no /shutdown_weight_transfer_engine; a trainer that comes opens a group of its own",

@@ -55,11 +55,11 @@ def test_a_process_below_the_engine_that_is_stopped_is_seen_until_it_goes_on(
     process = start_script(f"sh -c 'echo $$ > {worker}.new; mv {worker}.new {worker}; sleep 60; :'; :")
     wait_until(worker.exists, SOON_S)
     pid = int(worker.read_text())
-    assert process.stopped == 0
+    assert not process.is_stopped
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: process.stopped == pid, SOON_S)
+    wait_until(lambda: process.is_stopped, SOON_S)
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: process.stopped == 0, SOON_S)
+    wait_until(lambda: not process.is_stopped, SOON_S)
 
 
 def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: StartScript) -> None:

@@ -5,13 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from engines.config import SimConfig
 from engines.types import EngineKind
 from engines.weight_label import open_label
 from gateway.fleet.replica import Replica
-from sim.server import SimServer
 from tests.rigs.calls import until
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
@@ -78,18 +76,3 @@ async def test_where_no_engine_holds_the_version_before_the_store_has_it_by_its_
     again = await start_rig(2, replicas=rig.replicas, weights={"store": str(tmp_path)})
     await again.until({"engine-0": "SERVING", "engine-1": "SERVING"})
     assert (again.fleet.version, again.fleet.label, again.fleet.next_version) == (1, made, 2)
-
-
-async def test_an_engine_without_labels_loads_the_fleets_version_whenever_it_is_found(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gateway may have updated it before."""
-
-    async def no_route(*_: object) -> None:
-        raise web.HTTPNotFound
-
-    monkeypatch.setattr(SimServer, "weight_info", no_route)
-    monkeypatch.setattr(SimServer, "update_weight_version", no_route)
-    rig = await start_rig(1, replicas=[await labelled("engine-0", "default")])
-    await rig.until({"engine-0": "SERVING"})
-    assert rig.fleet.replicas[0].reason == "loaded version 0 from sim"

@@ -1,7 +1,6 @@
 """An engine whose tokens stand still while it answers /health is found, and its rollouts move."""
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -62,42 +61,6 @@ async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: 
     rig.replicas[0].inject()
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
     await task
-
-
-LONG_WATCH = FAST_WATCH | {"stalled_after_s": 600.0, "lost_after_s": 600.0, "probe_timeout_s": 1.0}
-
-
-async def test_rollouts_of_a_stopped_engine_move_at_once_and_it_serves_again_once_it_goes_on(
-    start_rig: StartRig,
-) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=LONG_WATCH)
-    tasks = [asyncio.create_task(rig.complete([[5, index]], max_tokens=60, ignore_eos=True)) for index in range(8)]
-    await placed(rig, 8)
-    stopped = rig.replicas[0]
-    stopped.inject(black_hole=True)
-    stopped.info = replace(stopped.info, stopped=77)
-    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
-    rig.go_on()
-    async with asyncio.timeout(20):
-        replies = await asyncio.gather(*tasks)
-    assert all(len(reply["choices"][0]["token_ids"]) == 60 for reply in replies)
-    assert "process 77 is stopped" in rig.fleet.replicas[0].reason
-    stopped.inject()
-    stopped.info = replace(stopped.info, stopped=0)
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert rig.fleet.replicas[0].backoff.left_s == 0.0
-
-
-async def test_a_stopped_engine_keeps_its_rollouts_while_no_other_could_take_them(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.01}, fleet=LONG_WATCH)
-    task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
-    await placed(rig, 1)
-    (stopped,) = rig.replicas
-    stopped.info = replace(stopped.info, stopped=77)
-    await rig.fleet.look()
-    assert await rig.states() == {"engine-0": "SERVING"}
-    rig.go_on()
-    assert len((await task)["choices"][0]["token_ids"]) == 60
 
 
 async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> None:

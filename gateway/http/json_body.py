@@ -132,19 +132,21 @@ async def send_pieces(
     """Send a reply in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
     `ConnectionError` where the client is gone.
 
-    `before_end` is awaited before the last piece, without which no client takes the reply for whole.
+    `before_end` is awaited before the last piece, without which no client takes the reply for whole. A small reply has
+    no head before: clients ask again where a connection ends without one, and fail where it ends later.
     """
     num_bytes = sum(map(len, pieces))
     if num_bytes < _SMALL_BYTES:
         pieces = [b"".join(pieces)]
     response = web.StreamResponse(headers=headers)
     response.content_length = num_bytes
-    await response.prepare(request)
     for block in _blocks(pieces[:-1]):
+        await response.prepare(request)
         await response.write(block)
         await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
     if before_end is not None:
         await before_end()
+    await response.prepare(request)
     await response.write_eof(pieces[-1])
     return response
 

@@ -106,11 +106,12 @@ def tied_names(folder: Path) -> tuple[tuple[str, ...], ...]:
         for span in spans
         if len(span.shape) == 2 and span.shape[0] == text.get("vocab_size")
     ]
-    if len(tables) < 2 or not ties_embeddings(config):
+    begins = {_digest(file, span, _PIECE_BYTES) for file, span in tables}
+    if len(begins) == len(tables) or not ties_embeddings(config):  # which may import transformers, for seconds
         return ()
     alike = defaultdict[str, list[str]](list)
     for file, span in tables:
-        alike[f"{span.dtype} {span.shape} {_digest(file, span)}"].append(span.name)
+        alike[f"{span.dtype} {span.shape} {_digest(file, span, span.num_bytes)}"].append(span.name)
     return tuple(tuple(sorted(names)) for names in alike.values() if len(names) > 1)
 
 
@@ -135,8 +136,8 @@ def _default_of(model_type: str) -> bool | None:
         return None
 
 
-def _digest(file: Path, span: Span) -> str:
-    digest, left = blake2b(), span.num_bytes
+def _digest(file: Path, span: Span, most: int) -> str:
+    digest, left = blake2b(), min(span.num_bytes, most)
     with file.open("rb") as stream:
         stream.seek(span.begin)
         while left and (piece := stream.read(min(left, _PIECE_BYTES))):

@@ -134,6 +134,7 @@ def test_a_tensor_that_is_stored_twice_is_replaced_under_both_names(pushed: str,
         ({"tie_word_embeddings": True}, (0, 0), False),
         ({"tie_word_embeddings": True}, (-1, -1), False),
         ({"tie_word_embeddings": False}, None, False),
+        ({"model_type": "mistral3"}, (0, 0), False),
     ],
 )
 def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(
@@ -142,6 +143,8 @@ def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(
     from safetensors.torch import save_file
 
     monkeypatch.setattr(folder, "_PIECE_BYTES", 64)
+    if differs_at == (0, 0):  # what transformers says is not asked: its import takes seconds
+        monkeypatch.setattr(folder, "ties_embeddings", None)
     embed = torch.rand(64, 16)
     head = embed.clone()
     if differs_at:

@@ -1,5 +1,6 @@
 """/v1/sessions: sessions of agents are begun, rewarded, frozen, read and acked by their trainer."""
 
+import asyncio
 import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -78,7 +79,10 @@ class SessionRoutes:
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Reply with a session and its calls."""
         session = self._found(request)
-        records = [_framed(record) for record in (self._head(session), *session.records())]
+        records = []
+        for record in (self._head(session), *session.records()):
+            records.append(_framed(record))
+            await asyncio.sleep(0)  # images of a whole session would keep the loop
         return await send_pieces(request, records, headers=_MSGPACK)
 
     async def _reward(self, request: web.Request) -> web.Response:

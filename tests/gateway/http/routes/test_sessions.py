@@ -11,6 +11,7 @@ import pytest
 
 from gateway.agents import sessions as registry
 from gateway.http.guard.keys import SessionKey
+from gateway.http.routes import sessions as routes
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.sessions import answered, frozen, record, said, turn
 
@@ -151,6 +152,30 @@ async def test_a_session_is_read_as_msgpack_with_arrays_as_bytes(rig: Rig) -> No
     assert [one["type"] for one in records] == ["session", "call", "end"]
     for field, dtype in (("prompt_token_ids", "<i4"), ("token_ids", "<i4"), ("logprobs", "<f4")):
         assert np.frombuffer(records[1][field], dtype).tolist() == call[field]
+
+
+async def test_calls_of_a_session_are_packed_one_to_a_turn_of_the_loop(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for said_first in ("a screenshot", "another"):
+        await said(rig, "one", said_first)
+    turns, packed_at, framed = 0, list[int](), routes._framed
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def noted(record: Json) -> bytes:
+        packed_at.append(turns)
+        return framed(record)
+
+    monkeypatch.setattr(routes, "_framed", noted)
+    ticking = asyncio.create_task(tick())
+    await record(rig, "one")
+    ticking.cancel()
+    assert len(set(packed_at)) == len(packed_at) == 4, "the head, two calls and the end"
 
 
 async def test_only_a_frozen_session_is_acked_and_once_acked_it_takes_no_call(rig: Rig) -> None:

@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         """Return the body, or what is left of it."""
         while not self._has_ended:
             await self._more()
-        return b"".join(self._blocks)
+        return await self.block()
 
     async def block(self) -> bytes:
         """Return all bytes of the body that are here, at least one; none at its end."""

@@ -76,6 +76,12 @@ async def test_an_answer_may_come_byte_by_byte_and_the_connection_is_used_again(
         assert len(found._idle) == 1
 
 
+async def test_a_kept_connection_holds_no_answer() -> None:
+    async with connections(answering(LENGTH)) as found:
+        await get(found)
+        assert [connection._blocks for connection in found._idle] == [[]]
+
+
 @pytest.mark.parametrize("answer", [LENGTH, STREAM], ids=["length", "chunks"])
 async def test_an_answer_that_ends_early_is_an_error(answer: bytes) -> None:
     for end in range(1, len(answer)):

@@ -1,8 +1,7 @@
 """HTTP/1.1 to one server over kept connections, without the cost of a general client. httptools (llhttp) reads.
 
 A rollout costs the gateway two HTTP messages, and little else: a general client takes as long as all of our own code.
-So this is as much of the protocol as engines speak: no redirects, no cookies, no compression, no pipelining. A body has
-a length or comes in chunks.
+So this is as much of the protocol as engines speak: no redirects, no cookies, no compression, no pipelining.
 """
 
 import asyncio
@@ -83,7 +82,7 @@ class Connection(asyncio.Protocol):
         """Return the body, or what is left of it."""
         while not self._has_ended:
             await self._more()
-        return b"".join(self._blocks)
+        return await self.block()
 
     async def block(self) -> bytes:
         """Return all bytes of the body that are here, at least one; none at its end."""
@@ -131,6 +130,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.pop(self, None)
+        if exc is None and self._error is None and self.status:  # a body without length or chunks, as of some proxies
+            self._has_ended |= self.headers.keys().isdisjoint(("content-length", "transfer-encoding"))
         self._fail(ConnectionResetError(f"the server closed the connection{f': {exc}' if exc else ''}"))
 
     def data_received(self, data: bytes) -> None:

@@ -89,6 +89,7 @@ class SglangEngine(HttpEngine):
         super().__init__(replica_id, url, api_key, has_tee=has_tee)
         self._vocab_size: int | None = None
         self._served_name = ""
+        self._naming = asyncio.Lock()
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]
@@ -229,9 +230,10 @@ class SglangEngine(HttpEngine):
 
     async def _name(self, timeout_s: float) -> str:
         """Return the name of the model that the server was started with."""
-        if not self._served_name:
-            info = await self._call("GET", "/server_info", None, timeout_s)
-            self._served_name = self._translated(lambda told: str(told["served_model_name"]), info)
+        async with self._naming:  # SGLang tells one after the other, each after a step of its scheduler
+            if not self._served_name:
+                info = await self._call("GET", "/server_info", None, timeout_s)
+                self._served_name = self._translated(lambda told: str(told["served_model_name"]), info)
         return self._served_name
 
     async def _load_by_itself(self, path: str, timeout_s: float) -> None:

@@ -179,6 +179,8 @@ class EngineProcess(_LoggedProcess):
         for pid in descendants(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)  # `pkill -STOP -f vllm` has stopped the guard too
 
     async def stop(self) -> None:
         """End the whole process tree and wait for its end: the successor needs its port and GPU memory."""

@@ -63,6 +63,8 @@ class Link:
                 wire.send(ask)
                 return await asked.end
         except TimeoutError:
+            if asked.end.done() and not asked.end.cancelled():  # it came while this process stood still
+                return asked.end.result()
             raise DeadlineExceeded(
                 f"replica {self._replica_id}: no answer to {ask.path} within {ask.timeout_s:g} s"
             ) from None

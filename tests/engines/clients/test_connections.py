@@ -14,6 +14,7 @@ BODY = b'{"choices": [1, 2, 3]}'
 CHUNKED = b"7;name=value\r\n" + BODY[:7] + b"\r\n" + b"%X\r\n" % len(BODY[7:]) + BODY[7:] + b"\r\n0\r\n\r\n"
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED
+UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\nServer: nginx\r\nConnection: close\r\n\r\n" + BODY
 TRAILED = STREAM[:-2] + b"Digest: abc\r\n\r\n"
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -74,6 +75,26 @@ async def test_an_answer_may_come_byte_by_byte_and_the_connection_is_used_again(
     async with connections(answering(answer, cuts=tuple(range(1, len(answer))))) as found:
         assert [await get(found) for _ in range(2)] == [(200, BODY)] * 2
         assert len(found._idle) == 1
+
+
+async def test_a_kept_connection_holds_no_answer() -> None:
+    async with connections(answering(LENGTH)) as found:
+        await get(found)
+        assert [connection._blocks for connection in found._idle] == [[]]
+
+
+async def test_a_body_may_end_with_its_connection_and_not_with_the_time_for_it() -> None:
+    """nginx with `chunked_transfer_encoding off`, as is advised for streams, sends SGLang's /metrics so."""
+    async with connections(answering(UNTIL_CLOSED, cuts=(60,), closes=True)) as found:
+        assert await get(found) == (200, BODY)
+        assert not found._idle
+    async with (
+        connections(answering(UNTIL_CLOSED)) as found,
+        found.request("GET", "/", data=None, headers={}, timeout_s=0.05) as response,
+    ):
+        await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError):
+            await response.read()
 
 
 @pytest.mark.parametrize("answer", [LENGTH, STREAM], ids=["length", "chunks"])

@@ -1,5 +1,6 @@
 """vLLM's dialect on top of SGLang's routes, against a small server that answers as SGLang 0.5.23 does."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -535,6 +536,14 @@ async def test_an_adapter_is_chosen_by_the_model_that_names_it_whoever_has_loade
     chat = {"model": "v1", "messages": [{"role": "user", "content": "hi"}]}
     await engine.generate("/v1/chat/completions", chat, TIMEOUT_S)
     assert server.asked[-1][1]["lora_path"] == "v1"
+
+
+async def test_the_first_requests_of_an_engine_ask_once_for_the_name_of_its_model(
+    server: FakeSglang, engine: SglangEngine
+) -> None:
+    """SGLang answers /server_info after a step of its scheduler, one request after the other."""
+    await asyncio.gather(*(generate(engine, model="m") for _ in range(20)))
+    assert server.paths().count("/server_info") == 1
 
 
 async def test_adapters_are_loaded_listed_and_unloaded(server: FakeSglang, engine: SglangEngine) -> None:

@@ -62,6 +62,15 @@ def test_a_process_below_the_engine_that_is_stopped_is_seen_until_it_goes_on(
     wait_until(lambda: not process.is_stopped, SOON_S)
 
 
+def test_an_engine_that_is_killed_ends_though_its_guard_was_stopped_too(start_script: StartScript) -> None:
+    process = start_script("sleep 60")
+    wait_until(lambda: process.engine_pid > 0, SOON_S)
+    for pid in (process.pid, process.engine_pid):
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    assert code_of(process) == 128 + signal.SIGKILL
+
+
 def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: StartScript) -> None:
     process = start_script("echo out; echo err >&2")
     assert code_of(process) == 0

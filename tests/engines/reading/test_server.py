@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from engines.chunks import Chunk
@@ -23,6 +25,7 @@ from engines.errors import (
 from engines.raw_json import decoded
 from engines.reading.link import Link
 from engines.reading.server import ReaderServer
+from engines.reading.wire import Answer
 from tests.rigs.rig import SimReplica
 
 KEY = "a key"
@@ -164,6 +167,21 @@ async def test_a_reader_that_takes_connections_and_stands_still_is_late() -> Non
         with pytest.raises(DeadlineExceeded, match=r"no answer to /health within 0\.05 s"):
             await link.call("GET", "/health", None, 0.05)
         await link.close()
+
+
+async def test_an_answer_that_came_while_the_gateway_stood_still_is_not_late() -> None:
+    loop, answer = asyncio.get_running_loop(), msgspec.msgpack.encode(Answer(1, b"{}"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        link = Link("engine-0", f"127.0.0.1:{listening.getsockname()[1]}", KEY)
+        calling = asyncio.create_task(link.call("GET", "/health", None, 0.5))
+        reader, _ = await loop.sock_accept(listening)
+        await loop.sock_recv(reader, 1000)
+        reader.send(len(answer).to_bytes(4, "big") + answer)
+        time.sleep(0.6)  # noqa: ASYNC251
+        assert await calling == b"{}"
+        await link.close()
+        reader.close()
 
 
 async def test_a_gateway_makes_all_calls_through_the_reader() -> None:

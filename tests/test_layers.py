@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 14020,
     "gateway/agents": 2263,
-    "engines": 10596,
+    "engines": 10600,
     "trainer_client": 2349,
     "sim": 2063,
     "tuning": 5104,

@@ -25,6 +25,7 @@ from engines.process.warm_process import LARGEST_ORDER, peer_user, refusal
 _OF_ONE_ENGINE = ("CUDA_VISIBLE_DEVICES", STANDBY)
 """Variables in which engines of one warm process may differ: no module reads them when it is imported."""
 _STARTS_WAITING = 128
+_TRIES = 200
 _CODE = Path(__file__).resolve().parents[1]
 
 
@@ -83,7 +84,10 @@ class WarmProcess:
             connection = undo.enter_context(_socket())
             try:
                 await asyncio.to_thread(self._ensure, log)
-                connection.connect(self._address)
+                for _ in range(_TRIES):  # another owner may have bound it, and not listen yet
+                    if not connection.connect_ex(self._address):
+                        break
+                    await asyncio.sleep(0.01)
                 if peer_user(connection) != os.getuid():
                     return None
                 reader, writer = os.pipe()

@@ -5,9 +5,11 @@ The engine is a module of a few lines.
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +98,21 @@ async def test_a_fork_has_its_own_arguments_gpus_log_and_exit_code(engines: Engi
     assert (code_of(one), code_of(other)) == (3, 0)
     assert printed(one) == ["imported", "['end', '3'] 1 True"]
     assert printed(other) == ["['end', '0'] 0,2 True"], "it imports nothing again"
+
+
+async def test_engines_that_start_at_once_share_a_warm_process(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = socket.socket.listen
+
+    def listen_late(self: socket.socket, backlog: int) -> None:
+        time.sleep(0.3)  # a busy machine may take the core away between bind and listen
+        listen(self, backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", listen_late)
+    both = engines("serve"), engines("serve")
+    assert await asyncio.gather(*(engine.start_warm() for engine in both)) == [True, True]
+    assert warm_of(both[0]) == warm_of(both[1])
 
 
 async def test_what_can_change_an_import_needs_a_warm_process_of_its_own(engines: Engines, code: Path) -> None:

@@ -137,5 +137,6 @@ def test_a_stranger_with_a_clone_gets_to_a_completion(clone: Stranger, capsys: p
 
 
 @pytest.mark.stranger
+@pytest.mark.slow
 def test_a_stranger_with_a_wheel_gets_to_a_completion(wheel: Stranger, capsys: pytest.CaptureFixture[str]) -> None:
     go_through(wheel, WHEEL, ".", capsys)

@@ -57,7 +57,7 @@ test: setup ## Unit tests and a story on each real part: vLLM and TRL on CPU, Ra
 	@scripts/suites unit story ray-story
 
 test-rest: setup setup-sglang setup-verl ## Load tests, vLLM, SGLang, Ray, verl and the quickstart: with `make test` all that CI runs
-	@scripts/suites load vllm -- sglang ray verl stranger
+	@scripts/suites vllm -- sglang ray verl stranger load
 
 test-slow: setup setup-sglang setup-verl ## Tests that take minutes each, for releases
 	@scripts/suites slow -- verl-slow

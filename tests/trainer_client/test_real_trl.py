@@ -90,6 +90,7 @@ def record_ratio(record: Record, ratios: Sequence[float]) -> None:
 
 
 # First, since it wants engines that hold the checkpoint.
+@pytest.mark.slow
 @runs_client("TRL AsyncGRPOTrainer, LoRA", "trl", ran="docs/trl.md: an adapter synced at every step", against=AGAINST)
 def test_async_grpo_with_lora_moves_adapters_alone(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
     steps = run_recipe("AsyncGRPOTrainer, LoRA", real.url, tmp_path)
@@ -136,6 +137,7 @@ def test_grpo_trains_on_sessions_of_an_agent(real: RealFleet, tmp_path: Path, re
     record_ratio(record_property, [step[f"{RATIO}/{which}"] for step in steps for which in ("min", "mean", "max")])
 
 
+@pytest.mark.slow
 @runs_client("TRL RLOOTrainer", "trl", ran="docs/trl.md: weights synced before each step", against=AGAINST)
 def test_rloo_syncs_before_every_step(real: RealFleet, tmp_path: Path) -> None:
     before = versions(real)

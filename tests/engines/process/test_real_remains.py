@@ -73,7 +73,7 @@ async def test_files_of_a_killed_sglang_are_gone(place: Path, tmp_path: Path) ->
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 async def test_no_process_of_a_vllm_outlives_its_guard(method: str, tmp_path: Path) -> None:
     """`pkill -9 -f vllm` and the kernel's want of memory kill guards too."""
     pytest.importorskip("vllm")

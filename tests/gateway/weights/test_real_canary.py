@@ -136,7 +136,7 @@ def test_weights_with_nan_are_refused(tied: Path, tmp_path_factory: pytest.TempP
     ("transport", "weights"),
     [
         ("gloo", {}),
-        ("gloo", {"stage": "never"}),
+        pytest.param("gloo", {"stage": "never"}, marks=pytest.mark.slow),
         ("gloo", {"stage": "never", "store": None}),  # the next update brings good weights
         ("store", {}),
     ],

@@ -174,6 +174,16 @@ def test_modules_that_sglang_can_do_without_are_no_cause() -> None:
     assert diagnose(SGLANG, log, 1) is None
 
 
+def test_modules_that_vllm_can_do_without_are_no_cause() -> None:
+    log = (
+        "Module humming was found but failed to import\n"
+        + traceback("", "_has_module", error="ModuleNotFoundError: No module named 'cuda'")
+        + "\nLoading weights\n"
+    )
+    assert diagnose(VLLM, log, 1) is None
+    assert last_error(log) == ""
+
+
 def test_only_what_may_pass_is_worth_a_second_start() -> None:
     passing = [cause.meaning for cause in causes() if cause.may_pass]
     assert "another process took the engine's port" in passing

@@ -127,6 +127,8 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("incremental_streaming_output", True),
         _argument("device", "cpu" if on_cpu else None),
         _argument("attention_backend", "torch_native" if on_cpu else None),
+        # Else it polls its sockets while it has nothing to do, and takes a core from what shares its CPU.
+        _argument("sleep_on_idle", on_cpu or None),
         # Without an adapter at its start SGLang must be given the modules that later adapters may change.
         _argument("lora_target_modules", "all" if config.enable_lora else None),
         # False leaves a switch out: SGLang's have no off form.

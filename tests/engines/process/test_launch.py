@@ -149,7 +149,6 @@ def kind_of(versions: Installed) -> dict[str, Any]:
             {"enable-prompt-tokens-details": ""},
             [],
         ),
-        (SGLANG, {}, {"incremental-streaming-output": ""}, ["lora-target-modules"]),
         (SGLANG, {"extra": {"incremental_streaming_output": False}}, {}, ["incremental-streaming-output"]),
         (SGLANG, {"extra": {"disable_radix_cache": False}}, {}, ["disable-radix-cache", "no-disable-radix-cache"]),
         (
@@ -158,7 +157,13 @@ def kind_of(versions: Installed) -> dict[str, Any]:
             {"enable-memory-saver": "", "tp-size": "4"},
             [],
         ),
-        (SGLANG, {"device": "cpu"}, {"device": "cpu", "attention-backend": "torch_native"}, []),
+        (SGLANG, {}, {"incremental-streaming-output": ""}, ["lora-target-modules", "sleep-on-idle"]),
+        (
+            SGLANG,
+            {"device": "cpu"},
+            {"device": "cpu", "attention-backend": "torch_native", "sleep-on-idle": ""},
+            [],
+        ),
         (SGLANG, {"enable_lora": True}, {"lora-target-modules": "all"}, []),
         (SGLANG, {"enable_lora": True, "extra": {"lora_target_modules": "q"}}, {"lora-target-modules": "q"}, []),
     ],

@@ -24,6 +24,8 @@ _MOST_PLACED = 1 << 40
 _READ_AT_ONCE = 4096
 """Tokens of rests that an engine reads at once: half of a step of vLLM on a large GPU, in the time of about three steps
 without prompts."""
+_DECODES_FOR = 0.5
+"""Time without rests after some were read, over the time in which they were: it makes about as many tokens."""
 _READ_WITHIN_S = 0.25
 # A timer of uvloop may come a millisecond before its time.
 EARLY_S = 0.005
@@ -81,7 +83,7 @@ class Prompts:
 
     @property
     def may_add(self) -> bool:
-        """False while an engine with rollouts of its own has enough rests to read, and then for as long as it read
+        """False while an engine with rollouts of its own has enough rests to read, and then for half as long as it read
         them: each step that is filled with prompts makes one token of each rollout. So its own keep half of their rate.
         False also where the rests are those of an engine whose standby wakes, and enough have been added."""
         has_time = self.unread < _READ_AT_ONCE and time.monotonic() >= self._decodes_until
@@ -113,8 +115,9 @@ class Prompts:
         if then is not None:
             self.unread -= number
             now = time.monotonic()
-            self._decodes_until = 2 * now - began
-            asyncio.get_running_loop().call_later(now - began + EARLY_S, then)
+            pause_s = _DECODES_FOR * (now - began)
+            self._decodes_until = now + pause_s
+            asyncio.get_running_loop().call_later(pause_s + EARLY_S, then)
 
     def end(self, rollout: Work) -> None:
         self._in_flight.pop(id(rollout), None)

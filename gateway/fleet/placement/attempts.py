@@ -44,7 +44,8 @@ RETRIED = (End.FAILED, End.BUSY, End.CUT_OFF)
 class Attempts(Struct):
     """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
 
-    `avoid` names the replicas that failed; `failures` and `deaths` count attempts in a row without a new token.
+    `avoid` has the incarnations of the replicas that failed: a successor of the same name takes the rollout.
+    `failures` and `deaths` count attempts in a row without a new token.
     `without_tokens` are both counts as if the last failed attempt had added none. `losses_in_updates` counts engines
     that were lost in an update; `faults` counts answers of 500 by engines that serve others.
     """
@@ -61,9 +62,9 @@ class Attempts(Struct):
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def failed(self, replica_id: str, *, died: bool, progressed: bool) -> None:
+    def failed(self, incarnation: str, *, died: bool, progressed: bool) -> None:
         """Record an attempt that ended by the replica's fault; `died` if its engine process is gone."""
-        self.avoid |= {replica_id}
+        self.avoid |= {incarnation}
         self.without_tokens = (self.failures + 1, self.deaths + died)
         self.failures, self.deaths = (0, 0) if progressed else self.without_tokens
 

@@ -45,8 +45,8 @@ class PlayedFleet:
 
 def _replica(index: int, engine: Engine, places: int) -> Replica:
     info = ReplicaInfo(
-        replica_id=f"engine-{index}", incarnation="1", group="engine", kind=EngineKind.SIM, url="", model="m",
-        world_size=1, max_model_len=128, max_num_seqs=places // 2, engine_version="1", streams=True,
+        replica_id=f"engine-{index}", incarnation=f"of engine-{index}", group="engine", kind=EngineKind.SIM, url="",
+        model="m", world_size=1, max_model_len=128, max_num_seqs=places // 2, engine_version="1", streams=True,
     )  # fmt: skip
     replica = Replica(info, engine, frozen=False)
     replica.weight_version = index

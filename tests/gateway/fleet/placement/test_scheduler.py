@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Container, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded
+from engines.errors import DeadlineExceeded, EngineUnreachable
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -212,7 +213,7 @@ async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortes
     await played.stop()
 
 
-async def test_an_engine_that_has_read_rests_decodes_for_as_long_before_it_reads_more(
+async def test_an_engine_that_has_read_rests_decodes_for_half_as_long_before_it_reads_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -224,7 +225,7 @@ async def test_an_engine_that_has_read_rests_decodes_for_as_long_before_it_reads
     now = 0.02
     replica.heard(played.rollouts["first"])
     assert not replica.prompts.may_add
-    now = 0.04
+    now = 0.03
     await until(lambda: "second" in played.placed)
     await played.stop()
 
@@ -252,6 +253,23 @@ async def test_rests_are_not_held_back_where_they_are_most_of_what_an_engine_has
         replica.heard(played.rollouts[names[0]])
     await played.submit("another", **rest(3000))
     assert played.placed[8:] == ["another"]
+    await played.stop()
+
+
+async def test_the_successor_of_an_engine_that_failed_a_rollout_takes_its_rest() -> None:
+    played = Played(2, places=100)
+    await played.submit("own", tokens=50)
+    rollout, seen = Rollout(request_id="lost", model="m", n=1, tokens=1), list[Replica]()
+
+    async def call(replica: Replica) -> None:
+        seen.append(replica)
+        if len(seen) == 1:
+            raise EngineUnreachable("the engine died", replica_id=replica.replica_id)
+
+    await played.scheduler.run(rollout, call, lambda _: True)
+    seen[0].info = replace(seen[0].info, incarnation="its successor")
+    await played.scheduler.run(rollout, call, lambda _: True)
+    assert seen == [played.fleet.replicas[1]] * 2
     await played.stop()
 
 

@@ -27,7 +27,6 @@ from engines.transfer.packing import NamedTensor
 _THREADS = max(8, min(12, len(os.sched_getaffinity(0)) * 3 // 4))
 """Beside an H200 twelve threads reach 40 GB/s, more of them only wait for their turn in Python. Pinned memory: 55."""
 
-
 _PART_BYTES = 16 << 20
 """Read by one thread at a time. Each part costs 0.2 ms of Python, for which threads wait for each other: half of the
 time with parts of 8 MB. Larger parts do not stay in the cache of the host, and copies cost up to a third more."""

@@ -48,7 +48,6 @@ _STAGES = tuple(
     )
 )
 
-
 _LINE_END = re.compile(r"[\r\n]+")
 _DETAIL = re.compile(r" \d+/\d+$|: .*")
 _KV_MEMORY = re.compile(r"`--kv-cache-memory=(\d+)` \([^)]*\) to fit into requested memory")

@@ -29,7 +29,6 @@ POLL_S = 0.002
 _LOOK_S = 0.05
 SENDER_RANK = 0
 
-
 Load = Callable[[list[NamedTensor]], object]
 
 

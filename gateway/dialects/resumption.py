@@ -15,7 +15,6 @@ from engines.engine import Json
 MARK = "resumed"
 """The field of a choice that names the request's fields with which its continuation is not exact."""
 
-
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _OF_THE_WHOLE = ("max_completion_tokens", "min_tokens", "request_id")

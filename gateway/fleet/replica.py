@@ -24,8 +24,6 @@ _MOST_PLACED = 1 << 40
 _READ_AT_ONCE = 4096
 """Tokens of rests that an engine reads at once: half of a step of vLLM on a large GPU, in the time of about three steps
 without prompts."""
-_DECODES_FOR = 0.5
-"""Time without rests after some were read, over the time in which they were: it makes about as many tokens."""
 _READ_WITHIN_S = 0.25
 # A timer of uvloop may come a millisecond before its time.
 EARLY_S = 0.005
@@ -114,9 +112,8 @@ class Prompts:
         number, began, then = self._unread.pop(id(rollout), (0, 0.0, None))
         if then is not None:
             self.unread -= number
-            now = time.monotonic()
-            pause_s = _DECODES_FOR * (now - began)
-            self._decodes_until = now + pause_s
+            pause_s = (time.monotonic() - began) / 2
+            self._decodes_until = time.monotonic() + pause_s
             asyncio.get_running_loop().call_later(pause_s + EARLY_S, then)
 
     def end(self, rollout: Work) -> None:

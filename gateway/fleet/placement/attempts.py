@@ -44,8 +44,7 @@ RETRIED = (End.FAILED, End.BUSY, End.CUT_OFF)
 class Attempts(Struct):
     """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
 
-    `avoid` has the incarnations of the replicas that failed: a successor of the same name takes the rollout.
-    `failures` and `deaths` count attempts in a row without a new token.
+    `avoid` has incarnations of replicas that failed; `failures` and `deaths` count attempts in a row without a token.
     `without_tokens` are both counts as if the last failed attempt had added none. `losses_in_updates` counts engines
     that were lost in an update; `faults` counts answers of 500 by engines that serve others.
     """

@@ -214,10 +214,10 @@ class EngineServer:
                 if not await process.start_warm():
                     process.start()
                 await self._healthy(process, engine)
-                # The first request of a new engine takes seconds; rollouts and the canary should not pay for it.
+                # The first request of a new engine takes seconds; rollouts should not pay for it.
                 self.phases.enter("warming up")
-                ask = {"model": config.served_name, "prompt": [3, 4], "max_tokens": 2, "temperature": 0, "logprobs": 0}
-                await engine.generate("/v1/completions", ask, config.start_timeout_s)
+                warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
+                await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
                 self.phases.enter("preparing updates")
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.

@@ -38,7 +38,6 @@ _KILLED = (
     "see `dmesg -T | grep -i oom`; give the host more memory or start fewer replicas on it"
 )
 
-_OPTIONAL = re.compile(r"^.*was found but failed to import\n(?:.*\n)*?.*Error\b.*$", re.M)  # vLLM goes on without it
 _ERROR = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception)|Value error|[\w ./-]+: error)\b.{0,3}[:,] \S")
 # Errors about another process, which has logged its own.
 _ECHO = re.compile(
@@ -60,7 +59,7 @@ def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "
 
     `exit_code` is None if the engine still runs; `section` is the configuration key of its group.
     """
-    lines = lines_of(_OPTIONAL.sub("", log))
+    lines = lines_of(log)
     for cause in causes():
         for index, line in enumerate(lines):
             if (found := cause.search(line)) and _is_inside(cause, lines, index):
@@ -73,7 +72,7 @@ def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "
 
 def last_error(log: str) -> str:
     """Return the engine's last error line, preferably its own and not an echo; "" without one."""
-    errors = [line for line in lines_of(_OPTIONAL.sub("", log)) if _ERROR.match(line)]
+    errors = [line for line in lines_of(log) if _ERROR.match(line)]
     own = [line for line in errors if not _ECHO.search(line)] or errors
     return _words(own[-1]) if own else ""
 

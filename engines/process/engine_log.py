@@ -49,6 +49,7 @@ _STAGES = tuple(
 )
 
 _LINE_END = re.compile(r"[\r\n]+")
+_OPTIONAL = re.compile(r"^.*was found but failed to import\n(?:.*\n)*?[\w.]*(?:Error|Exception)\b.*\n?", re.M)
 _DETAIL = re.compile(r" \d+/\d+$|: .*")
 _KV_MEMORY = re.compile(r"`--kv-cache-memory=(\d+)` \([^)]*\) to fit into requested memory")
 
@@ -78,8 +79,8 @@ def read_tail(path: Path) -> str:
 
 
 def lines_of(log: str) -> list[str]:
-    """Return the lines without time, process and colour; each state of a progress bar is a line."""
-    return [line for line in map(_bare, _LINE_END.split(log)) if line.strip()]
+    """Return the lines without time, process, colour and what vLLM can do without; a progress bar is many lines."""
+    return _OPTIONAL.sub("", "\n".join(line for line in map(_bare, _LINE_END.split(log)) if line.strip())).splitlines()
 
 
 class Phases:

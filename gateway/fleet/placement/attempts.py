@@ -44,9 +44,10 @@ RETRIED = (End.FAILED, End.BUSY, End.CUT_OFF)
 class Attempts(Struct):
     """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
 
-    `avoid` has incarnations of replicas that failed; `failures` and `deaths` count attempts in a row without a token.
-    `without_tokens` are both counts as if the last failed attempt had added none. `losses_in_updates` counts engines
-    that were lost in an update; `faults` counts answers of 500 by engines that serve others.
+    `avoid` has incarnations of replicas that failed, and ids of those that died without a token: a deadly prompt meets
+    no standby. `failures` and `deaths` count attempts in a row without a token, `without_tokens` as if the last had
+    added none; `losses_in_updates` counts engines that were lost in an update, `faults` answers of 500 by engines that
+    serve others.
     """
 
     avoid: frozenset[str] = frozenset()
@@ -61,9 +62,9 @@ class Attempts(Struct):
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def failed(self, incarnation: str, *, died: bool, progressed: bool) -> None:
+    def failed(self, replica_id: str, incarnation: str, *, died: bool, progressed: bool) -> None:
         """Record an attempt that ended by the replica's fault; `died` if its engine process is gone."""
-        self.avoid |= {incarnation}
+        self.avoid |= {replica_id, incarnation} if died and not progressed else {incarnation}
         self.without_tokens = (self.failures + 1, self.deaths + died)
         self.failures, self.deaths = (0, 0) if progressed else self.without_tokens
 

@@ -144,7 +144,7 @@ class Scheduler:
             if isinstance(error, EngineFailed) and error.status == _FAULT and not rollout.goes_on:
                 rollout.attempts.faults += await _serves_others(replica)
             died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
-            rollout.attempts.failed(replica.info.incarnation, died=died, progressed=progressed)
+            rollout.attempts.failed(replica.replica_id, replica.info.incarnation, died=died, progressed=progressed)
             if died and not progressed:
                 await asyncio.sleep(_AFTER_DEATH_S)
         rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)
@@ -291,7 +291,7 @@ class Scheduler:
     @staticmethod
     def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
         """The replicas that have not failed the rollout; all where each has."""
-        return [one for one in able if one.info.incarnation not in rollout.attempts.avoid] or able
+        return [one for one in able if not rollout.attempts.avoid & {one.replica_id, one.info.incarnation}] or able
 
     def _able(self, rollout: Rollout) -> Sequence[Replica]:
         """Replicas that may take a rollout now: serving, not backing off, with what it needs; none while the model's

@@ -175,11 +175,11 @@ def test_modules_that_sglang_can_do_without_are_no_cause() -> None:
 
 
 def test_modules_that_vllm_can_do_without_are_no_cause() -> None:
-    log = (
-        "Module humming was found but failed to import\n"
-        + traceback("", "_has_module", error="ModuleNotFoundError: No module named 'cuda'")
-        + "\nLoading weights\n"
-    )
+    lines = [
+        f"{CORE}Module humming was found but failed to import",
+        *traceback(CORE, "_has_module", "<module>", error="ModuleNotFoundError: No module named 'cuda'").split("\n"),
+    ]
+    log = "\r\n".join([*lines[:-1], f"{CORE}    raise ImportError(name)", lines[-1]]) + "\nLoading weights\n"
     assert diagnose(VLLM, log, 1) is None
     assert last_error(log) == ""
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, EngineUnreachable
+from engines.errors import DeadlineExceeded
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -256,20 +256,17 @@ async def test_rests_are_not_held_back_where_they_are_most_of_what_an_engine_has
     await played.stop()
 
 
-async def test_the_successor_of_an_engine_that_failed_a_rollout_takes_its_rest() -> None:
-    played = Played(2, places=100)
+@pytest.mark.parametrize("progressed", [True, False])
+async def test_the_successor_of_an_engine_that_died_takes_a_rest_but_no_prompt_that_may_have_killed_it(
+    progressed: bool,
+) -> None:
+    played, attempts = Played(2, places=100), Attempts()
     await played.submit("own", tokens=50)
-    rollout, seen = Rollout(request_id="lost", model="m", n=1, tokens=1), list[Replica]()
-
-    async def call(replica: Replica) -> None:
-        seen.append(replica)
-        if len(seen) == 1:
-            raise EngineUnreachable("the engine died", replica_id=replica.replica_id)
-
-    await played.scheduler.run(rollout, call, lambda _: True)
-    seen[0].info = replace(seen[0].info, incarnation="its successor")
-    await played.scheduler.run(rollout, call, lambda _: True)
-    assert seen == [played.fleet.replicas[1]] * 2
+    other, one = played.fleet.replicas
+    attempts.failed(one.replica_id, one.info.incarnation, died=True, progressed=progressed)
+    one.info = replace(one.info, incarnation="its successor")
+    await played.submit("lost", attempts=attempts)
+    assert played.where["lost"] == (one if progressed else other).replica_id
     await played.stop()
 
 

@@ -56,8 +56,8 @@ format: setup ## Mend what format and lint can mend
 test: setup ## Unit tests and a story on each real part: vLLM and TRL on CPU, Ray Serve, chaos
 	@scripts/suites unit story ray-story
 
-test-rest: setup setup-sglang setup-verl ## Load tests, vLLM, SGLang, Ray, verl and the quickstart: with `make test` all that CI runs
-	@scripts/suites vllm -- sglang ray verl stranger load
+test-rest: setup setup-sglang setup-verl ## Load tests, vLLM, SGLang, Ray and verl: with `make test` all that CI runs
+	@scripts/suites vllm -- sglang ray verl load
 
 test-slow: setup setup-sglang setup-verl ## Tests that take minutes each, for releases
 	@scripts/suites slow -- verl-slow

@@ -131,12 +131,11 @@ def go_through(stranger: Stranger, install: str, home: str, capsys: pytest.Captu
         urllib.request.urlopen("http://127.0.0.1:8100/health", timeout=5)
 
 
-@pytest.mark.stranger
+@pytest.mark.slow
 def test_a_stranger_with_a_clone_gets_to_a_completion(clone: Stranger, capsys: pytest.CaptureFixture[str]) -> None:
     go_through(clone, CLONE, "rollout-gateway", capsys)
 
 
-@pytest.mark.stranger
 @pytest.mark.slow
 def test_a_stranger_with_a_wheel_gets_to_a_completion(wheel: Stranger, capsys: pytest.CaptureFixture[str]) -> None:
     go_through(wheel, WHEEL, ".", capsys)

@@ -11,7 +11,7 @@ from tests.rigs.waiting import wait_until
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ENGINE = {
     "kind": "sim", "model": "sim", "num_cpus": 0.1, "stop_timeout_s": 1, "num_replicas": 1, "max_replicas": 2,

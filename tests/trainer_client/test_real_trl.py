@@ -118,6 +118,7 @@ def test_grpo_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_pr
     record_ratio(record_property, [step[f"{RATIO}/mean"] for step in steps])
 
 
+@pytest.mark.slow
 @runs_client("TRL GRPOTrainer, pool", "trl", ran="docs/trl.md: each step takes the first groups", against=AGAINST)
 def test_grpo_out_of_a_pool_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
     before = versions(real)

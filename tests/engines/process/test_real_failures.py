@@ -66,7 +66,7 @@ def test_a_failure_of_vllm_is_one_line_with_the_lever_and_then_the_log(
             {"max_model_len": 100_000},
             "100000 tokens are more than the model's own limit of 512; the engine says: ",
         ),
-        ({"model": "BARE"}, "BARE has no weights; the engine says: "),
+        pytest.param({"model": "BARE"}, "BARE has no weights; the engine says: ", marks=pytest.mark.slow),
     ],
     ids=["kv_cache_dtype", "max_model_len", "missing weights"],
 )

@@ -13,7 +13,7 @@ from tests.rigs.shell import NAME, SIM, Shell, clusterless
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PAGE = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text(encoding="utf-8")
 SECOND = f"{NAME}-b"

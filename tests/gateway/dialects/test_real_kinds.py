@@ -118,6 +118,7 @@ def check_relayed(real: real_vllm.RealFleet, model: Any, version: int, replicas:
     assert set(record["replicas"]) == replicas
 
 
+@pytest.mark.slow
 def test_trls_client_updates_sglang_alone_through_the_relay(alone: real_vllm.RealFleet) -> None:
     """It comes before the other gateway, which would bring back what another has updated."""
     other, both = random_model(seed=5), {"sglang-0", "sglang-1"}

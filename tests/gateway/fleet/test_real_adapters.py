@@ -225,7 +225,7 @@ def conversation(real: RealFleet, model: str) -> Any:
     return reply
 
 
-@pytest.mark.parametrize("seed", [None, 5], ids=["the same base", "another base"])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5], ids=["the same base", "another base"])
 def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
     real: RealFleet, client: VLLMClient, tmp_path: Path, seed: int | None
 ) -> None:

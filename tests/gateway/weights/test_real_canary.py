@@ -77,7 +77,7 @@ def canaries(real: RealFleet) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_healthy_replicas_agree_and_small_updates_show(
     tied: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str
 ) -> None:
@@ -137,8 +137,8 @@ def test_weights_with_nan_are_refused(tied: Path, tmp_path_factory: pytest.TempP
     [
         ("gloo", {}),
         pytest.param("gloo", {"stage": "never"}, marks=pytest.mark.slow),
-        ("gloo", {"stage": "never", "store": None}),  # the next update brings good weights
-        ("store", {}),
+        pytest.param("gloo", {"stage": "never", "store": None}, marks=pytest.mark.slow),  # the next has good weights
+        pytest.param("store", {}, marks=pytest.mark.slow),
     ],
 )
 def test_nan_that_refused_weights_left_in_the_kv_reaches_no_rollout(

@@ -9,14 +9,14 @@ pytest.importorskip("ray")
 
 from loadtests.chaos.campaign import main
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     "faults",
     [
         ["replica killed during the transfer"],
-        pytest.param(["gateway killed in the middle", "replica loads other weights"], marks=pytest.mark.slow),
+        ["gateway killed in the middle", "replica loads other weights"],
     ],
 )
 def test_faults_of_updates_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: list[str]) -> None:

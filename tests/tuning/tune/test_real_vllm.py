@@ -9,7 +9,7 @@ import pytest
 
 from gateway.config.load import load
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")
 ROOT = Path(__file__).parents[3]

@@ -9,6 +9,7 @@ from loadtests.studies.weights.weight_cost import main
 
 
 @pytest.mark.load
+@pytest.mark.slow
 def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     status = main(

@@ -1,4 +1,4 @@
-"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of five files beside this one."""
+"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of six files beside this one."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +18,8 @@ from tests.rigs.engines.real_vllm import pytest_sessionfinish as pytest_sessionf
 from tests.rigs.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 from tests.running.client_records import pytest_runtest_logreport as pytest_runtest_logreport
 from tests.running.client_records import pytest_runtest_setup as pytest_runtest_setup
+from tests.running.engine_environment import pytest_fixture_setup as pytest_fixture_setup
+from tests.running.engine_environment import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.running.selection import pytest_ignore_collect as pytest_ignore_collect
 from tests.running.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 

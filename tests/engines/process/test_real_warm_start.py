@@ -33,10 +33,9 @@ async def checked_until_it_fails(server: EngineServer) -> None:
 
 
 async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     server = EngineServer(engine_config(COMMITTED, tmp_path), replica_id="engine-0", group="engine", index=0)
     try:
         first = await server.start()

@@ -288,9 +288,7 @@ def engine_process(command: Command, log_path: Path, stop_timeout_s: float) -> E
     preload = command.preload
     if preload is not None:
         preload = replace(preload, modules=[*preload.modules, "tests.rigs.engines.halting"])
-    # pytest's variable, which has the name of the test, would make an environment of its own for each.
-    hidden = [*command.hidden, "PYTEST_CURRENT_TEST"]
-    return EngineProcess(replace(command, preload=preload, hidden=hidden), log_path, stop_timeout_s)
+    return EngineProcess(replace(command, preload=preload), log_path, stop_timeout_s)
 
 
 async def _start_all(servers: Sequence[Server]) -> list[ReplicaInfo]:

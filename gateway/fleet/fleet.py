@@ -390,14 +390,11 @@ class Fleet:
             share = sum(len(replica.prompts) for replica in (lost, *others)) / (1 + len(others))
             for replica in others:
                 replica.prompts.leave_rests(share)
-            asyncio.get_running_loop().call_later(_WAKES_WITHIN_S, self._wait_no_longer, lost.info.model)
+            asyncio.get_running_loop().call_later(_WAKES_WITHIN_S, self._take_rests, lost.info.model)
 
     def _take_rests(self, model: str) -> None:
         for replica in self.serving(model):
             replica.prompts.take_rests()
-
-    def _wait_no_longer(self, model: str) -> None:
-        self._take_rests(model)
         self.notify()
 
     def notify(self) -> None:

@@ -81,8 +81,8 @@ class Prompts:
 
     @property
     def may_add(self) -> bool:
-        """False while an engine with rollouts of its own has enough rests to read, and then for half as long as it read
-        them: each step that is filled with prompts makes one token of each rollout. So its own keep half of their rate.
+        """False while an engine with rollouts of its own has enough rests to read, and then for a third as long as it
+        read them. So its own keep half of their rate: it makes tokens also before the first of these steps and in each.
         False also where the rests are those of an engine whose standby wakes, and enough have been added."""
         has_time = self.unread < _READ_AT_ONCE and time.monotonic() >= self._decodes_until
         has_few_of_its_own = 2 * len(self._rests) >= len(self._in_flight)
@@ -95,6 +95,10 @@ class Prompts:
 
     def take_rests(self) -> None:
         self._most = math.inf
+
+    @property
+    def leaves_rests(self) -> bool:
+        return self._most < math.inf
 
     def begin(self, rollout: Work) -> None:
         self._in_flight[id(rollout)] = rollout
@@ -112,7 +116,7 @@ class Prompts:
         number, began, then = self._unread.pop(id(rollout), (0, 0.0, None))
         if then is not None:
             self.unread -= number
-            pause_s = (time.monotonic() - began) / 2
+            pause_s = (time.monotonic() - began) / 3
             self._decodes_until = time.monotonic() + pause_s
             asyncio.get_running_loop().call_later(pause_s + EARLY_S, then)
 

@@ -266,8 +266,8 @@ class Scheduler:
         wanted = self._wanted(rollout, able) if rollout.attempts.avoid else able
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
-        if chosen is None and rollout.moves and any(one.has_place(rollout) for one in fit):
-            this_pass.rests_wait.add(waiter.queue)  # engines with enough to read have time for other rollouts
+        if chosen is None and rollout.moves and any(one.prompts.leaves_rests for one in fit):
+            this_pass.rests_wait.add(waiter.queue)  # other rollouts need not wait for the standby
             return
         if chosen is None:
             this_pass.reserve(min(fit or wanted, key=lambda one: one.load_samples))

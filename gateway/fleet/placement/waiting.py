@@ -158,8 +158,7 @@ class SchedulingPass:
     """Replicas by demand. Their room only shrinks in a pass, so each demand looks for it once.
 
     `able` are those that may take a rollout. `reserved` wait for one that needs more room, and take no other.
-    `rests_wait` has the demands whose rests wait for engines with enough to read.
-    `least` are the samples for which open replicas have room.
+    `rests_wait` are demands whose rests wait for a standby, `least` the samples for which open replicas have room.
     """
 
     def __init__(self) -> None:

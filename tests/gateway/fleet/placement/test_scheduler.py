@@ -213,7 +213,20 @@ async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortes
     await played.stop()
 
 
-async def test_an_engine_that_has_read_rests_decodes_for_half_as_long_before_it_reads_more(
+async def test_what_has_not_begun_waits_while_an_engine_has_rests_to_read() -> None:
+    played = await with_own()
+    for name in ("a", "b"):
+        await played.submit(name, **rest(5000))
+    await played.submit("new")
+    assert played.placed[8:] == ["a"]
+    (replica,) = played.fleet.replicas
+    replica.heard(played.rollouts["a"])
+    await until(lambda: len(played.placed) > 10)
+    assert played.placed[9:] == ["b", "new"]
+    await played.stop()
+
+
+async def test_an_engine_that_has_read_rests_decodes_for_a_third_as_long_before_it_reads_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -222,10 +235,10 @@ async def test_an_engine_that_has_read_rests_decodes_for_half_as_long_before_it_
     for name in ("first", "second"):
         await played.submit(name, **rest(5000))
     (replica,) = played.fleet.replicas
-    now = 0.02
+    now = 0.03
     replica.heard(played.rollouts["first"])
     assert not replica.prompts.may_add
-    now = 0.03
+    now = 0.04
     await until(lambda: "second" in played.placed)
     await played.stop()
 

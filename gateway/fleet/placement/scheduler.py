@@ -266,14 +266,15 @@ class Scheduler:
         wanted = self._wanted(rollout, able) if rollout.attempts.avoid else able
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
-        if chosen is None and rollout.moves and any(one.prompts.leaves_rests for one in fit):
-            this_pass.rests_wait.add(waiter.queue)  # other rollouts need not wait for the standby
-            return
-        if chosen is None:
+        if chosen is not None:
+            this_pass.took(chosen)
+            line.place(waiter, chosen)
+        elif rollout.moves and any(one.has_place(rollout) for one in fit):
+            this_pass.rests_wait.add(waiter.queue)
+            if not any(one.prompts.leaves_rests for one in fit):  # what has not begun would be read beside the rests
+                this_pass.reserve(*fit)
+        else:
             this_pass.reserve(min(fit or wanted, key=lambda one: one.load_samples))
-            return
-        this_pass.took(chosen)
-        line.place(waiter, chosen)
 
     def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> Replica | None:
         """Place a rollout on one of the replicas, if it fits there."""

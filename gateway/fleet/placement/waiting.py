@@ -98,12 +98,7 @@ class WaitingLine:
             turn = max(self._turn, self._last_turns.get(request, 0)) + 1
             self._last_turns[request] = turn
             order = (1, turn, rollout.rank, self._arrivals)
-        demand = Demand(
-            rollout.adapter,
-            rollout.min_version,
-            rollout.max_staleness,
-            rollout.needs_route,
-        )
+        demand = Demand(rollout.adapter, rollout.min_version, rollout.max_staleness, rollout.needs_route)
         queue = self._queues.get(demand)
         if queue is None:
             queue = self._queues[demand] = Queue(demand)
@@ -157,8 +152,9 @@ class WaitingLine:
 class SchedulingPass:
     """Replicas by demand. Their room only shrinks in a pass, so each demand looks for it once.
 
-    `able` are those that may take a rollout. `reserved` wait for one that needs more room, and take no other.
-    `rests_wait` are demands whose rests wait for a standby, `least` the samples for which open replicas have room.
+    `able` are those that may take a rollout. `reserved` have rests to read, or wait for a rollout that needs more room,
+    and take no other.
+    `rests_wait` are demands whose rests wait to be read, `least` the samples for which open replicas have room.
     """
 
     def __init__(self) -> None:
@@ -172,7 +168,7 @@ class SchedulingPass:
         """Close the replicas without room for so many samples, which are no fewer than before."""
         if samples != self.least:
             self.least = samples
-            self._open = {queue: list(filter(self._is_open, open_)) for queue, open_ in self._open.items()}
+            self._close()
 
     def open_for(self, queue: Queue) -> list[Replica]:
         """Return the replicas with room that may take a rollout."""
@@ -186,16 +182,19 @@ class SchedulingPass:
             ]
         return open_
 
-    def reserve(self, replica: Replica) -> None:
-        self.reserved.add(replica)
-        self.took(replica)
+    def reserve(self, *replicas: Replica) -> None:
+        self.reserved.update(replicas)
+        self._close()
 
     def took(self, replica: Replica) -> None:
-        """Close a replica that has taken a rollout, or is reserved for one, if it has no more room."""
+        """Close a replica that has taken a rollout if it has no more room."""
         if not self._is_open(replica):
             for open_ in self._open.values():
                 if replica in open_:
                     open_.remove(replica)
+
+    def _close(self) -> None:
+        self._open = {queue: list(filter(self._is_open, open_)) for queue, open_ in self._open.items()}
 
     def _is_open(self, replica: Replica) -> bool:
         has_room = not replica.load_samples or replica.load_samples + self.least <= replica.max_samples

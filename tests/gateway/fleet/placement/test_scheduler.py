@@ -187,9 +187,9 @@ def rest(prompt_tokens: int) -> Any:
     return {"goes_on": True, "prompt_tokens": prompt_tokens}
 
 
-async def with_own(number: int = 8) -> Played:
-    """Return a scheduler of one replica that has rollouts of its own."""
-    played = Played(1, places=100)
+async def with_own(number: int = 8, engines: int = 1) -> Played:
+    """Return a scheduler of replicas that have rollouts of their own."""
+    played = Played(engines, places=100)
     for name in range(number):
         await played.submit(f"own-{name}")
     return played
@@ -213,16 +213,19 @@ async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortes
     await played.stop()
 
 
-async def test_what_has_not_begun_waits_while_an_engine_has_rests_to_read() -> None:
-    played = await with_own()
-    for name in ("a", "b"):
+@pytest.mark.parametrize("engines", [1, 3])
+async def test_what_has_not_begun_waits_while_each_engine_has_rests_to_read(engines: int) -> None:
+    played = await with_own(8 * engines, engines)
+    names = [f"rest-{number}" for number in range(engines + 1)]
+    for name in names:
         await played.submit(name, **rest(5000))
     await played.submit("new")
-    assert played.placed[8:] == ["a"]
-    (replica,) = played.fleet.replicas
-    replica.heard(played.rollouts["a"])
-    await until(lambda: len(played.placed) > 10)
-    assert played.placed[9:] == ["b", "new"]
+    assert played.placed[8 * engines :] == names[:-1]
+    one = played.fleet.find(played.where["rest-0"])
+    assert one is not None
+    one.heard(played.rollouts["rest-0"])
+    await until(lambda: "new" in played.where)
+    assert played.placed[8 * engines :] == [*names, "new"]
     await played.stop()
 
 

@@ -1,6 +1,7 @@
-"""Each test is in one suite of scripts/suites, whatever its marks."""
+"""Each test is in one suite of scripts/suites, whatever its marks, and engines of all tests have one environment."""
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -72,3 +73,7 @@ def test_a_suite_that_fails_fails_the_run_on_either_side_and_all_run(suites: Pat
     assert found.returncode == 1
     assert sorted(re.findall(r"== (\S+) tests", found.stdout)) == sorted(set(failing) - {"--"})
     assert "failed: verl" in found.stdout
+
+
+def test_engines_of_all_tests_have_one_environment() -> None:
+    assert "PYTEST_CURRENT_TEST" not in os.environ

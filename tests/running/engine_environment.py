@@ -1,5 +1,5 @@
-"""Engines of all tests have the same environment: with the name of its test, which pytest puts there, each would be one
-of its own, and have a warm process that imports the engine anew for ten seconds and more."""
+"""Engines that tests and fixtures start have the same environment: with the name of its test, which pytest puts there,
+each would be one of its own, and have a warm process that imports the engine anew for ten seconds and more."""
 
 import os
 from collections.abc import Generator, Iterator

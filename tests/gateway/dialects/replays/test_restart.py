@@ -95,6 +95,7 @@ async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, k
     await calls.until(lambda: made(kept_rig) >= 70 + 30)
     asking.cancel()
     await until(kept_rig, "orphaned_batches", 1)
+    await calls.until(lambda: kept_rig.get("/status"), lambda got: has_all_of_a_batch(got[1]["ledger"]))
     again = await restarted(start_rig, kept_rig)
     again.hurry()
     status, reply = await again.post("/v1/completions", body)

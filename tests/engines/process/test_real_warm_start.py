@@ -32,9 +32,7 @@ async def checked_until_it_fails(server: EngineServer) -> None:
             await server.check()
 
 
-async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_too(
-    tmp_path: Path,
-) -> None:
+async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_too(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     server = EngineServer(engine_config(COMMITTED, tmp_path), replica_id="engine-0", group="engine", index=0)
     try:

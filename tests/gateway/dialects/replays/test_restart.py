@@ -34,8 +34,11 @@ async def check_begins_again(start_rig: StartRig, rig: Rig) -> None:
     assert made(again) - before == ALL
 
 
-def has_all_of_a_batch(ledger: Json) -> bool:
-    return (ledger["batches"], ledger["unwritten"]) == (1, 0)
+async def written(rig: Rig) -> None:
+    """Wait until the ledger has all that has come of a batch."""
+    await calls.until(
+        lambda: rig.get("/status"), lambda got: (got[1]["ledger"]["batches"], got[1]["ledger"]["unwritten"]) == (1, 0)
+    )
 
 
 async def test_a_replay_after_a_restart_adopts_the_batch_with_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
@@ -55,7 +58,7 @@ async def test_a_replay_after_a_restart_adopts_the_batch_with_its_tokens(start_r
 async def test_a_batch_that_was_delivered_is_not_brought_back(start_rig: StartRig, kept_rig: Rig) -> None:
     asking = asyncio.create_task(whole(kept_rig))
     await kept_rig.begun(samples=8)
-    await calls.until(lambda: kept_rig.get("/status"), lambda got: has_all_of_a_batch(got[1]["ledger"]))
+    await written(kept_rig)
     kept_rig.hurry()
     await asking
     again = await restarted(start_rig, kept_rig)
@@ -95,7 +98,7 @@ async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, k
     await calls.until(lambda: made(kept_rig) >= 70 + 30)
     asking.cancel()
     await until(kept_rig, "orphaned_batches", 1)
-    await calls.until(lambda: kept_rig.get("/status"), lambda got: has_all_of_a_batch(got[1]["ledger"]))
+    await written(kept_rig)
     again = await restarted(start_rig, kept_rig)
     again.hurry()
     status, reply = await again.post("/v1/completions", body)

@@ -29,7 +29,7 @@ from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.fleet.placement.attempts import RETRIED, End, end_of
 from gateway.fleet.placement.routing import Lengths, Recent, Rollout, choose
 from gateway.fleet.placement.waiting import Queue, SchedulingPass, Waiter, WaitingLine
-from gateway.fleet.replica import EARLY_S, Replica
+from gateway.fleet.replica import Replica
 from gateway.fleet.watch.evidence import Backoff
 
 log = structlog.get_logger()
@@ -40,6 +40,7 @@ _FAULT = 500
 _OTHER: Json = {"prompt": [1], "max_tokens": 1}
 _OTHER_TIMEOUT_S = 10.0
 _PATIENCE_CHECKED_EACH_S = 1.0
+_EARLY_S = 0.005  # a timer of uvloop may come a millisecond before its time
 
 
 async def _serves_others(replica: Replica) -> bool:
@@ -162,7 +163,7 @@ class Scheduler:
             if not is_dead:
                 replica.backoff.failed()
         if pause_s := replica.backoff.left_s:
-            asyncio.get_running_loop().call_later(pause_s + EARLY_S, self._pump, rollout.model)
+            asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
 
     async def _place(self, rollout: Rollout) -> Replica:

@@ -195,9 +195,9 @@ async def with_own(number: int = 8, engines: int = 1) -> Played:
     return played
 
 
-async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortest_is_first() -> None:
+async def test_rests_wait_until_the_engine_has_read_all_of_those_before_and_the_shortest_is_first() -> None:
     played = await with_own()
-    for name, prompt_tokens in (("a", 3000), ("b", 2000), ("long", 1800), ("short", 1400), ("shorter", 1200)):
+    for name, prompt_tokens in (("a", 4000), ("b", 3000), ("long", 1800), ("short", 1400), ("shorter", 1200)):
         await played.submit(name, **rest(prompt_tokens))
     assert played.placed[8:] == ["a", "b"]
     (replica,) = played.fleet.replicas
@@ -205,11 +205,11 @@ async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortes
     await played.settled()
     assert played.placed[8:] == ["a", "b"]
     replica.heard(played.rollouts["a"])
-    await until(lambda: len(played.placed) > 10)
-    assert played.placed[10:] == ["shorter", "short"]
+    await played.settled()
+    assert played.placed[8:] == ["a", "b"]
     await played.end("b")
-    await until(lambda: len(played.placed) > 12)
-    assert played.placed[12:] == ["long"]
+    await until(lambda: len(played.placed) > 10)
+    assert played.placed[10:] == ["shorter", "short", "long"]
     await played.stop()
 
 
@@ -218,7 +218,7 @@ async def test_what_has_not_begun_waits_while_each_engine_has_rests_to_read(engi
     played = await with_own(8 * engines, engines)
     names = [f"rest-{number}" for number in range(engines + 1)]
     for name in names:
-        await played.submit(name, **rest(5000))
+        await played.submit(name, **rest(7000))
     await played.submit("new")
     assert played.placed[8 * engines :] == names[:-1]
     one = played.fleet.find(played.where["rest-0"])
@@ -229,26 +229,9 @@ async def test_what_has_not_begun_waits_while_each_engine_has_rests_to_read(engi
     await played.stop()
 
 
-async def test_an_engine_that_has_read_rests_decodes_for_a_third_as_long_before_it_reads_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("gateway.fleet.replica.time", SimpleNamespace(monotonic=lambda: now))
-    played = await with_own()
-    for name in ("first", "second"):
-        await played.submit(name, **rest(5000))
-    (replica,) = played.fleet.replicas
-    now = 0.03
-    replica.heard(played.rollouts["first"])
-    assert not replica.prompts.may_add
-    now = 0.04
-    await until(lambda: "second" in played.placed)
-    await played.stop()
-
-
 async def test_a_rollout_whose_engine_was_lost_is_placed_and_read_as_a_rest() -> None:
     played = await with_own()
-    for name, prompt_tokens in (("a", 5000), ("b", 10)):
+    for name, prompt_tokens in (("a", 7000), ("b", 10)):
         await played.submit(name, **rest(prompt_tokens))
     lost = Attempts(avoid=frozenset({"another"}))
     await played.submit("lost", attempts=lost, prompt_tokens=5)
@@ -259,16 +242,19 @@ async def test_a_rollout_whose_engine_was_lost_is_placed_and_read_as_a_rest() ->
     await played.stop()
 
 
-async def test_rests_are_not_held_back_where_they_are_most_of_what_an_engine_has() -> None:
-    played = Played(2, places=100)
-    names = [f"rest-{number}" for number in range(8)]
-    for name in names:
-        await played.submit(name, **rest(3000))
-    assert played.placed == names
-    for replica in played.fleet.replicas:
-        replica.heard(played.rollouts[names[0]])
-    await played.submit("another", **rest(3000))
-    assert played.placed[8:] == ["another"]
+@pytest.mark.parametrize(("own", "all_at_once"), [(2, True), (4, False)])
+async def test_rests_are_not_held_back_where_they_are_three_quarters_of_what_an_engine_has(
+    own: int, all_at_once: bool
+) -> None:
+    played = await with_own(own)
+    for number in range(8):
+        await played.submit(f"rest-{number}", **rest(3000))
+    assert len(played.placed) == own + 3
+    for name in played.placed[own:]:
+        played.fleet.replicas[0].heard(played.rollouts[name])
+    await until(lambda: len(played.placed) >= own + 6)
+    await played.settled()
+    assert len(played.placed) == own + (8 if all_at_once else 6)
     await played.stop()
 
 

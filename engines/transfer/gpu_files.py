@@ -1,4 +1,8 @@
-"""Writes tensors of a GPU to files, beside an engine whose next step is prepared in the same process."""
+"""Writes tensors of a GPU to files, beside an engine whose next step is prepared in the same process.
+
+One thread does, which costs the engine's steps nothing that shows. Two take turns at Python with the engine's own thread,
+and made its steps 12 % longer, one with pieces of 16 MB 5 %.
+"""
 
 import queue
 from collections.abc import Iterator, Sequence
@@ -12,8 +16,6 @@ from engines.transfer.tensor_bytes import runs
 
 _PIECE_BYTES = 128 << 20
 """As much leaves a GPU at a time: few calls, as each waits for the engine's own Python, and holds it up."""
-WRITERS = 2
-"""Files written at a time. More are no faster where the file system is memory, and take cores from the engine."""
 
 _pinned: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 """Memory by which pieces leave, kept for the next file: to pin memory stops an engine for up to 1.4 s."""
@@ -21,7 +23,7 @@ _pinned: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 
 def pin_memory() -> None:
     """Pin as much memory as is used at a time."""
-    for _ in range(WRITERS - _pinned.qsize()):
+    if _pinned.empty():
         _pinned.put(_pinned_piece())
 
 

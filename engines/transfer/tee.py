@@ -22,7 +22,7 @@ from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft
 from engines.store.shard_writer import ShardWriter
-from engines.transfer.gpu_files import WRITERS, pin_memory, write_any_file
+from engines.transfer.gpu_files import pin_memory, write_any_file
 from engines.transfer.packing import NamedTensor
 from engines.transfer.tensor_bytes import digest_on_host, runs, sum_on_device, where_it_is
 
@@ -230,7 +230,7 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft, WRITERS, write_any_file) as writer:
+            with ShardWriter(self._draft, num_threads=1, write=write_any_file) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))

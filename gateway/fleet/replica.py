@@ -21,8 +21,8 @@ T = TypeVar("T")
 _OVERCOMMIT = 2
 _MOST_PLACED = 1 << 40
 _READ_AT_ONCE = 6144
-"""Tokens of rests that an engine reads at once: three quarters of a step of vLLM on a large GPU, in the time of about ten
-steps without prompts."""
+"""Tokens of rests that an engine reads at once: three quarters of a step of vLLM on a large GPU, in the time of about
+ten steps without prompts."""
 _READ_WITHIN_S = 0.25
 _SHARE_BESIDE_STANDBY = 0.25
 """Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have

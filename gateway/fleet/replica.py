@@ -21,9 +21,10 @@ T = TypeVar("T")
 _OVERCOMMIT = 2
 _MOST_PLACED = 1 << 40
 _READ_AT_ONCE = 6144
-"""Tokens of rests that an engine reads at once: three quarters of a step of vLLM on a large GPU, in the time of about
-ten steps without prompts."""
-_READ_WITHIN_S = 0.25
+"""Tokens of rests that an engine reads at once: three quarters of a step of vLLM on a large GPU, which takes as long as
+about ten steps without prompts."""
+_SLOW_TOKENS_PER_S = 5000
+_TOLD_WITHIN_S = 0.25
 _SHARE_BESIDE_STANDBY = 0.25
 """Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have
 nothing to do until they end."""
@@ -59,14 +60,14 @@ class Place:
 
 class Prompts:
     """The prompts of the rollouts in flight on a replica, and those among them that continue here and that its engine
-    has yet to read. `reading` are the tokens of the rests that were added since it last had none to read."""
+    has yet to read: `_reading` tokens since it last had none."""
 
-    def __init__(self) -> None:
-        self.reading = 0
+    def __init__(self, *, tells_first_tokens: bool) -> None:
+        self._reading = 0
+        self._tells_first_tokens = tells_first_tokens
         self._most = math.inf
         self._in_flight: dict[int, Work] = {}
-        self._rests: set[int] = set()
-        self._unread: dict[int, Callable[[], None]] = {}
+        self._unread: dict[int, tuple[Work, Callable[[], None]]] = {}
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -77,12 +78,15 @@ class Prompts:
 
     @property
     def may_add(self) -> bool:
-        """False while an engine with rollouts of its own has enough rests to read, until it has read all of them. While
-        the last ones' tokens come and further rests go it makes tokens alone, and so its own keep half of their rate.
-        With a few at a time each of its steps would have prompts, which cost it far more than their tokens.
+        """False while an engine has enough rests to read, until it has read them all: with a few at a time each of its
+        steps would have prompts. It makes tokens alone while the first tokens come and the next rests go. So its own
+        rollouts keep about half of their rate. An engine with fewer of them than rests to read gets all at once.
         False also where the rests are those of an engine whose standby wakes, and enough have been added."""
-        has_few_of_its_own = 4 * len(self._rests) >= 3 * len(self._in_flight)
-        return (self.reading < _READ_AT_ONCE or has_few_of_its_own) and len(self._in_flight) < self._most
+        return len(self._in_flight) < self._most and (self._reading < _READ_AT_ONCE or self._has_few_of_its_own())
+
+    def _has_few_of_its_own(self) -> bool:
+        unread = sum(rollout.n for rollout, _ in self._unread.values())
+        return 2 * unread >= sum(rollout.n for rollout in self._in_flight.values())
 
     def leave_rests(self, share: float) -> None:
         """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes. With less than its
@@ -100,23 +104,22 @@ class Prompts:
         self._in_flight[id(rollout)] = rollout
 
     def reads(self, rollout: Work, then: Callable[[], None]) -> None:
-        """Count a rest as unread until its first tokens or its end, or for `_READ_WITHIN_S`. `then` is called when
-        others may be added."""
-        self._rests.add(id(rollout))
-        self._unread[id(rollout)] = then
-        self.reading += rollout.prompt_tokens
-        asyncio.get_running_loop().call_later(_READ_WITHIN_S, self.has_read, rollout)
+        """Count a rest as unread until its first tokens or its end, or for as long as a slow engine takes to read.
+        `then` is called when others may be added."""
+        self._unread[id(rollout)] = rollout, then
+        self._reading += rollout.prompt_tokens
+        within_s = _TOLD_WITHIN_S + (self._reading / _SLOW_TOKENS_PER_S if self._tells_first_tokens else 0.0)
+        asyncio.get_running_loop().call_later(within_s, self.has_read, rollout)
 
     def has_read(self, rollout: Work) -> None:
-        then = self._unread.pop(id(rollout), None)
+        _, then = self._unread.pop(id(rollout), (rollout, None))
         if then is not None and not self._unread:
-            self.reading = 0
+            self._reading = 0
             then()
 
     def end(self, rollout: Work) -> None:
         self._in_flight.pop(id(rollout), None)
         self.has_read(rollout)
-        self._rests.discard(id(rollout))
 
 
 class Flight:
@@ -175,7 +178,7 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.backoff = Backoff()
-        self.prompts = Prompts()
+        self.prompts = Prompts(tells_first_tokens=info.streams)
         self._calls: set[_Call] = set()
         self._flights: dict[int, Flight] = {}  # by rollout
         self._steady = asyncio.Event()
@@ -240,8 +243,7 @@ class Replica:
     def heard(self, rollout: Work) -> None:
         """Note that tokens of a rollout have come."""
         self.evidence.saw_progress()
-        if self.prompts.reading:
-            self.prompts.has_read(rollout)
+        self.prompts.has_read(rollout)
 
     def take_off(self, rollout: Work) -> Flight:
         """Start the record of the weight versions of a request that is sent now, until `release`."""

@@ -22,7 +22,7 @@ from gateway.fleet.placement.attempts import Attempts
 from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Prompts, Replica
 from gateway.fleet.watch import evidence
 from tests.rigs.calls import until
 from tests.rigs.stories.played_fleet import PlayedFleet
@@ -242,19 +242,48 @@ async def test_a_rollout_whose_engine_was_lost_is_placed_and_read_as_a_rest() ->
     await played.stop()
 
 
-@pytest.mark.parametrize(("own", "all_at_once"), [(2, True), (4, False)])
-async def test_rests_are_not_held_back_where_they_are_three_quarters_of_what_an_engine_has(
-    own: int, all_at_once: bool
+@pytest.mark.parametrize(("samples", "all_at_once"), [(1, True), (8, False)])
+async def test_rests_are_not_held_back_where_an_engine_has_no_more_samples_of_its_own(
+    samples: int, all_at_once: bool
 ) -> None:
-    played = await with_own(own)
+    played = Played(1, places=100)
+    for number in range(3):
+        await played.submit(f"own-{number}", n=samples)
     for number in range(8):
         await played.submit(f"rest-{number}", **rest(3000))
-    assert len(played.placed) == own + 3
-    for name in played.placed[own:]:
+    assert len(played.placed) == 3 + (8 if all_at_once else 3)
+    await played.stop()
+
+
+async def test_an_engine_that_has_read_its_rests_is_one_with_rollouts_of_its_own() -> None:
+    played = Played(1, places=100)
+    for number in range(8):
+        await played.submit(f"rest-{number}", **rest(3000))
+    assert len(played.placed) == 8
+    for name in list(played.placed):
         played.fleet.replicas[0].heard(played.rollouts[name])
-    await until(lambda: len(played.placed) >= own + 6)
-    await played.settled()
-    assert len(played.placed) == own + (8 if all_at_once else 6)
+    for number in range(8):
+        await played.submit(f"later-{number}", **rest(3000))
+    assert len(played.placed) == 8 + 3
+    await played.stop()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_a_slow_engine_that_tells_its_first_tokens_is_waited_for(
+    tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.fleet.replica._TOLD_WITHIN_S", 0.0)
+    played = Played(1, places=100)
+    played.fleet.replicas[0].prompts = Prompts(tells_first_tokens=tells)
+    for number in range(8):
+        await played.submit(f"own-{number}")
+    for name in ("first", "second"):
+        await played.submit(name, **rest(500_000))
+    if tells:
+        await asyncio.sleep(0.05)
+        assert played.placed[8:] == ["first"]
+    else:
+        await until(lambda: played.placed[8:] == ["first", "second"])
     await played.stop()
 
 
@@ -288,8 +317,9 @@ async def test_rests_are_left_to_a_standby_that_wakes_and_other_rollouts_are_pla
     await played.stop()
 
 
-async def test_rests_do_not_wait_for_an_engine_that_reads_them_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.fleet.replica._READ_WITHIN_S", 0.01)
+async def test_rests_do_not_wait_for_an_engine_that_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.fleet.replica._TOLD_WITHIN_S", 0.01)
+    monkeypatch.setattr("gateway.fleet.replica._SLOW_TOKENS_PER_S", 1e6)
     played = await with_own()
     for name in ("first", "second"):
         await played.submit(name, **rest(9000))

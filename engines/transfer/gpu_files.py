@@ -1,7 +1,7 @@
-"""Writes tensors of a GPU to files by one thread, beside an engine whose next step is prepared in the same process: two
-would take turns at Python with the engine's own thread, whose steps took 14 % longer."""
+"""Writes tensors of a GPU to files, beside an engine whose next step is prepared in the same process."""
 
 import queue
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from engines.transfer.tensor_bytes import runs
 _PIECE_BYTES = 128 << 20
 """As much leaves a GPU at a time: few calls, as each waits for the engine's Python, and holds it up (16 MB: by 6 %)."""
 
+turns = threading.Semaphore(1)
+"""One file leaves a GPU at a time: two threads took turns at Python with the engine's, whose steps took 14 % longer."""
 _pinned: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 """Memory by which pieces leave, kept for the next file: to pin memory stops an engine for up to 1.4 s."""
 
 
 def pin_memory() -> None:
-    """Pin as much memory as is used at a time."""
+    """Pin as much memory as a file takes. Raise `RuntimeError` where none can be pinned."""
     if _pinned.empty():
-        _pinned.put(_pinned_piece())
+        _pinned.put(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
 
 
 def write_any_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
@@ -31,14 +33,13 @@ def write_any_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
         return write_host_file(path, tensors)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))  # on which tensors were made contiguous
-    try:
-        memory = _pinned.get_nowait()
-    except queue.Empty:
-        memory = _pinned_piece()
-    try:
-        write_file(path, tensors, pieces(tensors, memory, stream))
-    finally:
-        _pinned.put(memory)
+    with turns:
+        pin_memory()
+        memory = _pinned.get()
+        try:
+            write_file(path, tensors, pieces(tensors, memory, stream))
+        finally:
+            _pinned.put(memory)
     return [""] * len(tensors)
 
 
@@ -69,7 +70,3 @@ def _parts(tensors: Sequence[RawTensor], piece_bytes: int) -> Iterator[list[torc
                 parts, room = [], piece_bytes
     if parts:
         yield parts
-
-
-def _pinned_piece() -> torch.Tensor:
-    return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -31,6 +31,7 @@ from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import Receiver, WeightGroup
+from engines.transfer.gpu_files import turns
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
 from engines.transfer.tee import Scribe, WeightTee, prepare
 
@@ -80,6 +81,7 @@ class NcclReceiver:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         torch.cuda.set_device(device)
+        turns.release()  # two files leave the GPU at a time: no engine is slowed here
         unpack_quickly()
         # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.
         place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -230,7 +230,7 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft, num_threads=1, write=write_any_file) as writer:
+            with ShardWriter(self._draft, 2, write_any_file) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))

@@ -21,10 +21,9 @@ T = TypeVar("T")
 _OVERCOMMIT = 2
 _MOST_PLACED = 1 << 40
 _READ_AT_ONCE = 6144
-"""Tokens of rests that an engine reads at once: three quarters of a step of vLLM on a large GPU, which takes as long as
-about ten steps without prompts."""
-_SLOW_TOKENS_PER_S = 5000
-_TOLD_WITHIN_S = 0.25
+"""Tokens of rests that an engine reads at once: three quarters of a step of vLLM on a large GPU, in the time of about
+ten steps without prompts."""
+_TOLD_WITHIN_S, _SLOW_TOKENS_PER_S = 0.25, 5000
 _SHARE_BESIDE_STANDBY = 0.25
 """Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have
 nothing to do until they end."""
@@ -62,12 +61,11 @@ class Prompts:
     """The prompts of the rollouts in flight on a replica, and those among them that continue here and that its engine
     has yet to read: `_reading` tokens since it last had none."""
 
-    def __init__(self, *, tells_first_tokens: bool) -> None:
-        self._reading = 0
-        self._tells_first_tokens = tells_first_tokens
+    def __init__(self) -> None:
+        self._samples = self._unread_samples = self._reading = 0
         self._most = math.inf
         self._in_flight: dict[int, Work] = {}
-        self._unread: dict[int, tuple[Work, Callable[[], None]]] = {}
+        self._unread: dict[int, Callable[[], None]] = {}
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -80,13 +78,10 @@ class Prompts:
     def may_add(self) -> bool:
         """False while an engine has enough rests to read, until it has read them all: with a few at a time each of its
         steps would have prompts. It makes tokens alone while the first tokens come and the next rests go. So its own
-        rollouts keep about half of their rate. An engine with fewer of them than rests to read gets all at once.
+        rollouts keep about half of their rate. An engine with no more samples of its own than to read gets all at once.
         False also where the rests are those of an engine whose standby wakes, and enough have been added."""
-        return len(self._in_flight) < self._most and (self._reading < _READ_AT_ONCE or self._has_few_of_its_own())
-
-    def _has_few_of_its_own(self) -> bool:
-        unread = sum(rollout.n for rollout, _ in self._unread.values())
-        return 2 * unread >= sum(rollout.n for rollout in self._in_flight.values())
+        may_read = self._reading < _READ_AT_ONCE or 2 * self._unread_samples >= self._samples
+        return may_read and len(self._in_flight) < self._most
 
     def leave_rests(self, share: float) -> None:
         """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes. With less than its
@@ -102,23 +97,27 @@ class Prompts:
 
     def begin(self, rollout: Work) -> None:
         self._in_flight[id(rollout)] = rollout
+        self._samples += rollout.n
 
-    def reads(self, rollout: Work, then: Callable[[], None]) -> None:
-        """Count a rest as unread until its first tokens or its end, or for as long as a slow engine takes to read.
-        `then` is called when others may be added."""
-        self._unread[id(rollout)] = rollout, then
+    def reads(self, rollout: Work, then: Callable[[], None], tells_first_token: bool) -> None:
+        """Count a rest as unread until its first tokens or its end, or for as long as a slow engine reads. `then` is
+        called when others may be added."""
+        self._unread[id(rollout)] = then
+        self._unread_samples += rollout.n
         self._reading += rollout.prompt_tokens
-        within_s = _TOLD_WITHIN_S + (self._reading / _SLOW_TOKENS_PER_S if self._tells_first_tokens else 0.0)
+        within_s = _TOLD_WITHIN_S + (self._reading / _SLOW_TOKENS_PER_S if tells_first_token else 0.0)
         asyncio.get_running_loop().call_later(within_s, self.has_read, rollout)
 
     def has_read(self, rollout: Work) -> None:
-        _, then = self._unread.pop(id(rollout), (rollout, None))
-        if then is not None and not self._unread:
-            self._reading = 0
-            then()
+        if (then := self._unread.pop(id(rollout), None)) is not None:
+            self._unread_samples -= rollout.n
+            if not self._unread:
+                self._reading = 0
+                then()
 
     def end(self, rollout: Work) -> None:
-        self._in_flight.pop(id(rollout), None)
+        if self._in_flight.pop(id(rollout), None) is not None:
+            self._samples -= rollout.n
         self.has_read(rollout)
 
 
@@ -178,7 +177,7 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.backoff = Backoff()
-        self.prompts = Prompts(tells_first_tokens=info.streams)
+        self.prompts = Prompts()
         self._calls: set[_Call] = set()
         self._flights: dict[int, Flight] = {}  # by rollout
         self._steady = asyncio.Event()

@@ -287,7 +287,8 @@ class Scheduler:
                 self._homes.note(session, chosen.replica_id)
             chosen.reserve(rollout)
             if rollout.moves:
-                chosen.prompts.reads(rollout, partial(self._pump, rollout.model))
+                tells_first_token = chosen.info.streams and rollout.goes_on
+                chosen.prompts.reads(rollout, partial(self._pump, rollout.model), tells_first_token)
         return chosen
 
     @staticmethod

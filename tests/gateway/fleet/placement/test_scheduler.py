@@ -22,7 +22,7 @@ from gateway.fleet.placement.attempts import Attempts
 from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
-from gateway.fleet.replica import Prompts, Replica
+from gateway.fleet.replica import Replica
 from gateway.fleet.watch import evidence
 from tests.rigs.calls import until
 from tests.rigs.stories.played_fleet import PlayedFleet
@@ -274,7 +274,7 @@ async def test_a_slow_engine_that_tells_its_first_tokens_is_waited_for(
 ) -> None:
     monkeypatch.setattr("gateway.fleet.replica._TOLD_WITHIN_S", 0.0)
     played = Played(1, places=100)
-    played.fleet.replicas[0].prompts = Prompts(tells_first_tokens=tells)
+    played.fleet.replicas[0].info = replace(played.fleet.replicas[0].info, streams=tells)
     for number in range(8):
         await played.submit(f"own-{number}")
     for name in ("first", "second"):

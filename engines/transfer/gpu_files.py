@@ -15,7 +15,7 @@ _PIECE_BYTES = 128 << 20
 """As much leaves a GPU at a time: few calls, as each waits for the engine's Python, and holds it up (16 MB: by 6 %)."""
 
 turns = threading.Semaphore(1)
-"""One file leaves a GPU at a time: two threads took turns at Python with the engine's, whose steps took 14 % longer."""
+"""One file leaves a GPU at a time: beside two threads an engine's steps took 14 % longer, beside one no longer."""
 _pinned: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 """Memory by which pieces leave, kept for the next file: to pin memory stops an engine for up to 1.4 s."""
 

@@ -62,7 +62,7 @@ class Prompts:
     has yet to read: `_reading` tokens since it last had none."""
 
     def __init__(self) -> None:
-        self._samples = self._unread_samples = self._reading = 0
+        self._unread_samples = self._reading = 0
         self._most = math.inf
         self._in_flight: dict[int, Work] = {}
         self._unread: dict[int, Callable[[], None]] = {}
@@ -74,13 +74,12 @@ class Prompts:
     def longest(self) -> int:
         return max((rollout.prompt_tokens for rollout in self._in_flight.values()), default=0)
 
-    @property
-    def may_add(self) -> bool:
-        """False while an engine has enough rests to read, until it has read them all: with a few at a time each of its
-        steps would have prompts. It makes tokens alone while the first tokens come and the next rests go. So its own
-        rollouts keep about half of their rate. An engine with no more samples of its own than to read gets all at once.
+    def may_add(self, samples: int) -> bool:
+        """False while an engine with `samples` in flight has enough rests to read, until it has read them all: with few
+        at a time each of its steps would have prompts. It makes tokens alone while the first tokens come and the next
+        rests go. So its own keep about half of their rate. One with no more of its own than to read gets all at once.
         False also where the rests are those of an engine whose standby wakes, and enough have been added."""
-        may_read = self._reading < _READ_AT_ONCE or 2 * self._unread_samples >= self._samples
+        may_read = self._reading < _READ_AT_ONCE or 2 * self._unread_samples >= samples
         return may_read and len(self._in_flight) < self._most
 
     def leave_rests(self, share: float) -> None:
@@ -97,7 +96,6 @@ class Prompts:
 
     def begin(self, rollout: Work) -> None:
         self._in_flight[id(rollout)] = rollout
-        self._samples += rollout.n
 
     def reads(self, rollout: Work, then: Callable[[], None], tells_first_token: bool) -> None:
         """Count a rest as unread until its first tokens or its end, or for as long as a slow engine reads. `then` is
@@ -116,8 +114,7 @@ class Prompts:
                 then()
 
     def end(self, rollout: Work) -> None:
-        if self._in_flight.pop(id(rollout), None) is not None:
-            self._samples -= rollout.n
+        self._in_flight.pop(id(rollout), None)
         self.has_read(rollout)
 
 

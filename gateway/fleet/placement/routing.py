@@ -144,4 +144,4 @@ def has_room(rollout: Rollout, replica: Replica) -> bool:
     """An idle replica takes any rollout, however large its n. Rests are spread, as each is a prompt to read at once."""
     if replica.load_samples == 0:
         return True
-    return replica.has_place(rollout) and (not rollout.moves or replica.prompts.may_add)
+    return replica.has_place(rollout) and (not rollout.moves or replica.prompts.may_add(replica.load_samples))

@@ -67,8 +67,8 @@ async def test_others_leave_the_rollouts_of_a_lost_engine_to_its_standby_for_som
     await rig.replicas[0].kill()
     await until(lambda: victim.state is ReplicaState.LOST)
     other.prompts.begin(rollouts[2])
-    assert other.prompts.may_add == (not standby)
-    await until(lambda: other.prompts.may_add)
+    assert other.prompts.may_add(3) == (not standby)
+    await until(lambda: other.prompts.may_add(3))
 
 
 async def test_an_idle_engine_takes_its_share_of_the_rollouts_that_are_left_to_a_standby(
@@ -82,7 +82,7 @@ async def test_an_idle_engine_takes_its_share_of_the_rollouts_that_are_left_to_a
         victim.prompts.begin(rollout)
     rig.fleet.set_state(victim, ReplicaState.SUSPECT, "its connections broke, and its port is not closed yet")
     taken = 0
-    while other.prompts.may_add:
+    while other.prompts.may_add(taken):
         other.prompts.begin(lost[taken])
         taken += 1
     assert taken == 4

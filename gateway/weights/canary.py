@@ -136,16 +136,17 @@ class Canary:
     async def admit(self, replica: Replica, version: int) -> Finding:
         """Judge a replica that took `version` outside an update, by others' accepted readings of it.
 
-        Alone it is not held to its own reading: its load, and so its kernels, may have been others then.
+        Alone it is not held to its own reading, or a dead one's: load, and so kernels, may have been others then.
         """
         findings, readings = await self._read_all([replica], version)
         if findings:
             return findings[replica]
         before, has_read_it = self._accepted.get(replica), self._has_read(replica, version)
+        kind = self._kind(replica)
         others = {
             other: reading
             for other, reading in self._accepted.items()
-            if other is not replica and reading.version == version and self._kind(other) == self._kind(replica)
+            if other is not replica and other.is_alive and reading.version == version and self._kind(other) == kind
         }
         previous = {} if before is None or has_read_it else {replica: before}
         judged = partial(judge, readings, previous=previous, elsewhere=list(others.values()))
@@ -191,8 +192,7 @@ class Canary:
 
     def _has_read(self, replica: Replica, version: int) -> bool:
         """Return True where the accepted reading of a replica is of this version."""
-        reading = self._accepted.get(replica)
-        return reading is not None and reading.version == version
+        return (reading := self._accepted.get(replica)) is not None and reading.version == version
 
     def _kind(self, replica: Replica) -> _Kind:
         """Return a key shared by replicas of the same engine, release and shape: their log-probs must be equal."""

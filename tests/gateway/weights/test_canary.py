@@ -3,6 +3,7 @@
 import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -143,7 +144,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     score = Canary._score
 
     async def beside(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        others = 8 if replica.replica_id in names else 0
+        others = 7 if replica.replica_id in names else 0
         *_, scored = await asyncio.gather(*(score(canary, replica, token_ids) for _ in range(others + 1)))
         return scored
 
@@ -160,6 +161,23 @@ async def test_fp8_replicas_that_differ_by_their_load_alone_take_an_update_toget
             loaded(patch, busy)
             await rig.update()
         assert set((await rig.states()).values()) == {"SERVING"}
+
+
+async def test_the_only_replica_is_not_held_to_the_reading_of_the_dead_one_that_it_follows(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts that wait for it keep the dead replica, and so its reading, in memory."""
+    rig = await start_rig(1, sim=FP8, weights={"store": str(folder)})
+    with monkeypatch.context() as patch:
+        loaded(patch, "engine-0")
+        assert (await rig.push(folder))[0] == 200
+    task = asyncio.create_task(rig.complete([5, 6], max_tokens=80, ignore_eos=True))
+    await rig.begun(tokens=2)
+    await rig.kill_loaded()
+    await rig.until({})
+    (await rig.add_replica("engine-0")).hurry()
+    await rig.until({"engine-0": "SERVING"})
+    assert {span["version"] for span in (await task)["choices"][0]["weight_versions"]} == {1}
 
 
 async def test_a_replica_without_others_is_not_held_to_its_own_reading(rig: Rig) -> None:

@@ -12,14 +12,16 @@ _TASKS = ("generate",)
 
 def start_quickly() -> None:
     """Have this process of vLLM start so. Its forks do too. Another release starts as it does."""
-    from vllm import __version__
+    from vllm import __version__, envs
+    from vllm.platforms import current_platform
 
     if not __version__.startswith("0.32."):
         return
-    from vllm.platforms import current_platform
-
     if current_platform.is_cuda():
         _name_gpu_without_cuda()
+        # Else vLLM compiles kernels into a folder of the model, and a restart, which loads compiled code, looks for
+        # them in Triton's own: the first one on a machine compiled again, for 20 s on an H200.
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(envs.VLLM_CACHE_ROOT, "triton_cache"))
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
     for name in ("__main__", "vllm.entrypoints.launchers.api_server.entry"):  # the CPU build runs it as a program

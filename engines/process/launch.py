@@ -207,10 +207,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     env = dict(_VLLM_ENV)
     if config.enable_lora:
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # by routes of a port that stays on loopback
-    if on_cpu:
-        env |= _VLLM_CPU_ENV | (_VLLM_SINGLE_ENV if config.world_size == 1 else {})
-    else:
-        env |= {METHOD: "fork"}
+    of_one_worker = _VLLM_SINGLE_ENV if config.world_size == 1 else {}
+    env |= _VLLM_CPU_ENV | of_one_worker if on_cpu else {METHOD: "fork"}
     command = _command(entry, arguments, env | config.env)
     modules = [entry[2], *_VLLM_MODULES, *(_OF_CPUS if on_cpu else _OF_GPUS)]
     return replace(command, preload=Preload(modules, vllm.version))

@@ -160,13 +160,13 @@ class Canary:
         self, judged: Callable[..., dict[Replica, Finding]], version: int, *, witnesses: Sequence[Replica]
     ) -> dict[Replica, Finding]:
         """Judge replicas of one kind: as if there were no noise, which finds the smallest updates, then with the kind's
-        noise. That is measured once, on the witnesses, with weights of a trainer that pass: a checkpoint's may be
-        random (`load_format: dummy`)."""
+        noise. That is measured once, on the witnesses, or on the judged where these show none, with weights of a
+        trainer that pass: a checkpoint's may be random (`load_format: dummy`)."""
         findings = judged(noise=0.0)
         if all(finding.may_serve for finding in findings.values()):
             return findings
         kind = self._kind(next(iter(findings)))
-        noise = self._noises[kind] if kind in self._noises else await self._noise(witnesses)
+        noise = self._noises.get(kind) or await self._noise(witnesses) or await self._noise(list(findings))
         findings = judged(noise=noise)
         if version and all(finding.may_serve for finding in findings.values()):
             self._noises.setdefault(kind, noise)
@@ -174,9 +174,9 @@ class Canary:
 
     async def _noise(self, witnesses: Sequence[Replica]) -> float:
         """Return the largest distance between a replica's log-probs in batches of several sizes; 0 where none answers
-        in time. The median of the witnesses counts, since a damaged one may show any; of two the larger, since a loaded
-        one may show none."""
-        noises = [noise for noise in await asyncio.gather(*map(self._noise_of, witnesses)) if noise is not None]
+        in time. The median of the witnesses counts, since a damaged one may show any. A loaded one may show none, which
+        says nothing."""
+        noises = list(filter(None, await asyncio.gather(*map(self._noise_of, witnesses))))
         return statistics.median_high(noises) if noises else 0.0
 
     async def _noise_of(self, replica: Replica) -> float | None:

@@ -39,6 +39,8 @@ _LOOK_S = 0.2
 _STARTING_AT_ONCE = 4
 _STOP_S = 15.0
 _PAGE_TIMEOUT_S = 10.0
+_NOISE = 0.3
+"""The canary's log-probs depend on the batch beside it, as on GPUs (fp8 on H100)."""
 
 
 def fleet_config(name: str, replicas: int, sim: SimConfig, folder: Path, **gateway: Any) -> Config:
@@ -51,7 +53,7 @@ def fleet_config(name: str, replicas: int, sim: SimConfig, folder: Path, **gatew
             "name": f"chaos-{name}-{os.getpid()}",
             "engine": {
                 "kind": "sim", "model": "sim", "num_replicas": replicas, "num_cpus": 0.1, "stop_timeout_s": 1,
-                "start_timeout_s": 120, "sim": sim.model_dump(), "log_dir": str(folder),
+                "start_timeout_s": 120, "sim": sim.model_dump() | {"logprob_noise": _NOISE}, "log_dir": str(folder),
             },
             "gateway": {"port": free_port(), "ledger": str(folder / "ledger"), **gateway},
         }

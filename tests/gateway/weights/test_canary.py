@@ -163,6 +163,30 @@ async def test_fp8_replicas_that_differ_by_their_load_alone_take_an_update_toget
         assert set((await rig.states()).values()) == {"SERVING"}
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_replicas_that_show_no_noise_under_load_refuse_no_idle_one(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    rig = await start_rig(3, sim=FP8, weights={"store": str(folder)})
+    loaded(monkeypatch, "engine-0", "engine-1")
+    measured = Canary._noise_of
+
+    async def saturated(canary: Canary, replica: Replica) -> float | None:
+        return 0.0 if replica.replica_id in ("engine-0", "engine-1") else await measured(canary, replica)
+
+    monkeypatch.setattr(Canary, "_noise_of", saturated)
+    with monkeypatch.context() as patch:
+        if comes_back:
+            loaded(patch, "engine-2")  # no two are apart at first
+        assert (await rig.push(folder))[0] == 200
+    if not comes_back:
+        return
+    await rig.replicas[2].kill()
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    await rig.add_replica("engine-2")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SERVING"})
+
+
 async def test_the_only_replica_is_not_held_to_the_reading_of_the_dead_one_that_it_follows(
     start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,9 +174,10 @@ class Fleet:
         self.update_to, self._begun = version, max(self._begun, version)
 
     def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
-        """Engines are about to be overwritten: until the commit none of them holds a known version."""
+        """Engines are about to be overwritten: until the commit none of them holds a known version, and rollouts that
+        end wait for the verdict in `vouched`."""
         for replica in replicas:
-            replica.overwrite()  # the next call on a lost replica fails and names it
+            replica.lose_version()  # the next call on a lost replica fails and names it
             self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
 
     def commit(self, label: str, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool) -> None:

@@ -299,11 +299,6 @@ class Replica:
         """Return True where the engine was lost as an update overwrote it. SGLang dies of weights with NaN."""
         return self.weight_version is None and isinstance(error, EngineUnreachable)
 
-    def overwrite(self) -> None:
-        """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
-        self.lose_version()
-        self._steady.clear()
-
     def lose_version(self) -> None:
         """Forget the version: the weights are unknown."""
         self.weight_version = None

@@ -13,6 +13,7 @@ from engines.weight_label import WeightLabel
 from gateway.fleet.brake import Brake, Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.pauses import Pauses
@@ -55,14 +56,14 @@ def tokens_are_delivered_before_the_verdict(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_overwritten_replica_keeps_its_version(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "overwrite", lambda self: None)
+    patch.setattr(Replica, "lose_version", lambda self: None)
 
 
 def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Update, replicas: Sequence[Replica], *_: Any) -> dict[Replica, Finding]:
+    async def broken(self: Canary, replicas: Sequence[Replica], *_: Any, **__: Any) -> dict[Replica, Finding]:
         return dict.fromkeys(replicas, Finding(Result.UNVERIFIED))
 
-    patch.setattr(Update, "_canary", broken)
+    patch.setattr(Canary, "check", broken)
 
 
 def labels_before_a_verdict_are_believed(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,6 @@ RARE: dict[Break, tuple[int, list[Step]]] = {
 STAGED = {received_tensors_are_not_dropped}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("broken", WAYS, ids=lambda broken: broken.__name__)
 def test_random_stories_catch_it(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)

@@ -39,8 +39,7 @@ _LOOK_S = 0.2
 _STARTING_AT_ONCE = 4
 _STOP_S = 15.0
 _PAGE_TIMEOUT_S = 10.0
-_NOISE = 0.3
-"""The canary's log-probs depend on the batch beside it, as on GPUs (fp8 on H100)."""
+_NOISE = 0.3  # nats: the canary's log-probs depend on the batch beside it, as on GPUs (fp8 on H100)
 
 
 def fleet_config(name: str, replicas: int, sim: SimConfig, folder: Path, **gateway: Any) -> Config:
@@ -101,8 +100,7 @@ class ProcessFleet:
 
     async def made(self) -> float:
         """Return the tokens that all engines have made so far, those of dead engines included."""
-        counts = await asyncio.gather(*(self.made_by(index) for index in self.infos))
-        return self._made_by_dead + sum(counts)
+        return self._made_by_dead + sum(await asyncio.gather(*map(self.made_by, self.infos)))
 
     async def made_by(self, index: int) -> float:
         return (await self.load_of(index)).generated

@@ -3,6 +3,7 @@
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +20,10 @@ def start_quickly() -> None:
         return
     if current_platform.is_cuda():
         _name_gpu_without_cuda()
-        # Else vLLM compiles kernels into a folder of the model, and a restart, which loads compiled code, looks for
-        # them in Triton's own: the first one on a machine compiled again, for 20 s on an H200.
-        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(envs.VLLM_CACHE_ROOT, "triton_cache"))
+        # vLLM names a folder where it compiles a model, and none where it loads one: its first restart compiled again.
+        with suppress(OSError):  # it is read-only
+            os.makedirs(folder := os.path.join(envs.VLLM_CACHE_ROOT, "triton_cache"), exist_ok=True)
+            os.environ.setdefault("TRITON_CACHE_DIR", folder)
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
     for name in ("__main__", "vllm.entrypoints.launchers.api_server.entry"):  # the CPU build runs it as a program

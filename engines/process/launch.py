@@ -169,10 +169,8 @@ def _refuse_vllms_levers(config: EngineConfig) -> None:
 
 def _refuse_own_quantization(config: EngineConfig) -> None:
     """Raise `ConfigError` where an SGLang that a trainer updates quantises a plain checkpoint itself."""
-    if config.quantization != "fp8" or config.frozen:
-        return
-    folder = model_folder(config)
-    if folder is not None and not is_quantised(folder):
+    is_own = config.quantization == "fp8" and not config.frozen
+    if is_own and (folder := model_folder(config)) is not None and not is_quantised(folder):
         raise ConfigError(
             "engine.quantization = 'fp8': an update ends an SGLang that has quantised its weights itself; set kind = "
             "vllm, or frozen = true where no trainer updates them"

@@ -174,8 +174,7 @@ class Fleet:
         self.update_to, self._begun = version, max(self._begun, version)
 
     def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
-        """Engines are about to be overwritten: until the commit none of them holds a known version, and rollouts that
-        end wait for the verdict in `vouched`."""
+        """Engines are overwritten next: until the commit none holds a known version, and rollouts wait in `vouched`."""
         for replica in replicas:
             replica.lose_version()  # the next call on a lost replica fails and names it
             self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")

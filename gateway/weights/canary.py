@@ -30,10 +30,10 @@ from engines.errors import (
     EngineUnreachable,
     InvalidRequest,
 )
-from engines.types import ReplicaInfo
+from engines.types import ReplicaInfo, ReplicaState
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
-from gateway.weights.verdicts import Finding, Logprobs, Reading, Result, distance, judge
+from gateway.weights.verdicts import ROUNDING, Finding, Logprobs, Reading, Result, distance, judge
 
 log = structlog.get_logger()
 
@@ -142,15 +142,15 @@ class Canary:
         if findings:
             return findings[replica]
         before, has_read_it = self._accepted.get(replica), self._has_read(replica, version)
-        kind = self._kind(replica)
+        kind, lost = self._kind(replica), ReplicaState.LOST
         others = {
-            other: reading
-            for other, reading in self._accepted.items()
-            if other is not replica and other.is_alive and reading.version == version and self._kind(other) == kind
+            one: its
+            for one, its in self._accepted.items()
+            if one is not replica and one.state is not lost and its.version == version and self._kind(one) == kind
         }
         previous = {} if before is None or has_read_it else {replica: before}
         judged = partial(judge, readings, previous=previous, elsewhere=list(others.values()))
-        witnesses = [other for other in others if other.weight_version == version]  # others are on their way too
+        witnesses = [one for one in others if one.weight_version == version]  # others are on their way too
         finding = (await self._judged(judged, version, witnesses=witnesses))[replica]
         if finding.may_serve and not (has_read_it and others):  # else readings that each pass beside the last may drift
             self._accepted[replica] = readings[replica]
@@ -159,27 +159,28 @@ class Canary:
     async def _judged(
         self, judged: Callable[..., dict[Replica, Finding]], version: int, *, witnesses: Sequence[Replica]
     ) -> dict[Replica, Finding]:
-        """Judge replicas of one kind: as if there were no noise, which finds the smallest updates, then with the kind's
-        noise. That is measured once, on the witnesses, or on the judged where these show none, with weights of a
-        trainer that pass: a checkpoint's may be random (`load_format: dummy`)."""
+        """Judge replicas of one kind: as if there were no noise, which finds the smallest updates, then with the noise
+        that the kind is known for, then with what the witnesses show now, or else the judged themselves. That of
+        witnesses is kept, with weights of a trainer that pass: a checkpoint's may be random (`load_format: dummy`)."""
         findings = judged(noise=0.0)
-        if all(finding.may_serve for finding in findings.values()):
-            return findings
         kind = self._kind(next(iter(findings)))
-        noise = self._noises.get(kind) or await self._noise(witnesses) or await self._noise(list(findings))
-        findings = judged(noise=noise)
-        if version and all(finding.may_serve for finding in findings.values()):
-            self._noises.setdefault(kind, noise)
+        noise = self._noises.get(kind, 0.0)
+        for asked in ([], witnesses, [replica for replica in findings if replica not in witnesses]):
+            if all(finding.may_serve for finding in findings.values()):
+                break
+            noise = max(noise, await self._noise(asked))
+            findings = judged(noise=noise)
+            if version and asked is witnesses and all(finding.may_serve for finding in findings.values()):
+                self._noises[kind] = noise
         return findings
 
     async def _noise(self, witnesses: Sequence[Replica]) -> float:
-        """Return the largest distance between a replica's log-probs in batches of several sizes; 0 where none answers
-        in time. The median of the witnesses counts, since a damaged one may show any. A loaded one may show none, which
-        says nothing."""
-        noises = list(filter(None, await asyncio.gather(*map(self._noise_of, witnesses))))
+        """Return the largest distance between a replica's log-probs in batches of several sizes, 0 where none shows any
+        in time: the median of those that do, since a damaged one may show any, and a loaded one none."""
+        noises = [noise for noise in await asyncio.gather(*map(self._noise_of, witnesses)) if noise > ROUNDING]
         return statistics.median_high(noises) if noises else 0.0
 
-    async def _noise_of(self, replica: Replica) -> float | None:
+    async def _noise_of(self, replica: Replica) -> float:
         token_ids = self.token_ids([replica])
         scored: list[Logprobs] = []
         with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError):
@@ -188,7 +189,7 @@ class Canary:
                     others = asyncio.gather(*(self._generate(replica, token_ids) for _ in range(size - 1)))
                     _, logprobs = await asyncio.gather(others, self._score(replica, token_ids))
                     scored.append(logprobs)
-        return max(distance(scored[0], one) for one in scored) if scored else None
+        return max((distance(scored[0], one) for one in scored), default=0.0)
 
     def _has_read(self, replica: Replica, version: int) -> bool:
         """Return True where the accepted reading of a replica is of this version."""

@@ -22,7 +22,7 @@ Logprobs = tuple[float, ...]
 _NOISES = 3.0
 _STILL = 4.0
 # Engines compute log-probs in float32, so this much noise is always assumed.
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 
 
 class Result(StrEnum):
@@ -93,7 +93,7 @@ def judge(
     `previous` has their readings before the update, `elsewhere` accepted readings of more peers at this version.
     `noise` is the distance between readings of the same weights.
     """
-    noise = max(noise, _ROUNDING)
+    noise = max(noise, ROUNDING)
     tolerance = _NOISES * noise
     centre = _centre([*elsewhere, *readings.values()], tolerance)
     findings = {}

@@ -100,7 +100,7 @@ class ProcessFleet:
 
     async def made(self) -> float:
         """Return the tokens that all engines have made so far, those of dead engines included."""
-        return self._made_by_dead + sum(await asyncio.gather(*map(self.made_by, self.infos)))
+        return sum(await asyncio.gather(*map(self.made_by, self.infos))) + self._made_by_dead
 
     async def made_by(self, index: int) -> float:
         return (await self.load_of(index)).generated

@@ -187,6 +187,22 @@ async def test_replicas_that_show_no_noise_under_load_refuse_no_idle_one(
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SERVING"})
 
 
+async def test_noise_that_was_measured_too_small_is_measured_again(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, sim=FP8)
+    one, other = rig.fleet.replicas
+    canary = Canary(CanaryConfig(), {})
+    with monkeypatch.context() as patch:
+        loaded(patch, "engine-0")
+        await canary.check([one], 1)
+    canary.accept()
+    one.weight_version = 1
+    canary._noises[canary._kind(one)] = 0.01
+    assert (await canary.admit(other, 1)).may_serve
+    assert canary._noises[canary._kind(one)] > 0.1
+
+
 async def test_the_only_replica_is_not_held_to_the_reading_of_the_dead_one_that_it_follows(
     start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,7 +216,9 @@ def _found(path: str, key: Key, given: Given, bases: Sequence[Path]) -> str:
         if there.is_file() if is_python else there.is_dir():
             # The Python of a virtual environment is a link, and knows its environment by where the link is.
             return os.path.abspath(there) if is_python else str(there.resolve())
-    if _is_relative_path(path) or (is_python and not os.path.isabs(os.path.expanduser(path))):
+    # A model id has at most one slash and no leading dot.
+    is_relative = not os.path.isabs(path) and (path.startswith((".", "~")) or path.count("/") > 1)
+    if is_relative or (is_python and not os.path.isabs(os.path.expanduser(path))):
         place, blamed = _blamed(given, key)
         looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
         raise ConfigError(
@@ -225,11 +227,6 @@ def _found(path: str, key: Key, given: Given, bases: Sequence[Path]) -> str:
             "or write an absolute path"
         )
     return path
-
-
-def _is_relative_path(model: str) -> bool:
-    """Tell a path from a model id, which has at most one slash and no leading dot."""
-    return not Path(model).is_absolute() and (model.startswith((".", "~")) or model.count("/") > 1)
 
 
 def _setting(given: Given, key: Key, value: Any) -> Setting:

@@ -359,8 +359,8 @@ class Part:
 
     def _checked_ends(self, replica: Replica) -> list[Sample]:
         """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole; that of an
-        external server that knows no `n` lacks samples. Return those that were aborted before their first token: vLLM
-        sends no chunk for them, or an opening alone."""
+        external server that knows no `n` lacks samples. Return those that a trainer's pause aborted before their first
+        token: vLLM sends no chunk for them, or an opening alone."""
         aborted: list[Sample] = []
         for sample in self.samples:
             if sample.reason is not None:
@@ -370,7 +370,7 @@ class Part:
                 reason = f"it answered with {found} choices, and {len(self.samples)} were asked for"
                 self._drop()
                 raise EngineFailed(reason, replica_id=replica.replica_id)
-            if sample.num_new:
+            if sample.num_new or sample.source is None or not sample.source.flight.may_abort:
                 reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
                 raise EngineFailed(reason, replica_id=replica.replica_id)
             aborted.append(sample)

@@ -146,7 +146,9 @@ class Sample:
         return {**last.others, "finish_reason": last.finish_reason, **spans, **(self._end or {})}
 
     def add(self, choice: Choice) -> None:
-        """Take a choice of a chunk."""
+        """Take a choice of a chunk. What an engine aborts of itself, as it ends, has not ended."""
+        if choice.finish_reason == ABORT and self.source is not None and not self.source.flight.may_abort:
+            choice.finish_reason = None
         if self.is_resumed and self.num_read < self.kept.num_made == self.num_made and choice.num_tokens:
             self._trim(int(self.num_read))
         if choice.token_ids is not None:

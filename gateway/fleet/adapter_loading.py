@@ -199,17 +199,15 @@ class AdapterCoordinator:
         if not members:
             raise WeightUpdateConflict("no replica of the policy is up to load an adapter: see /health")
         for replica in members:
-            if not self._takes_adapters(replica):
+            group = self._fleet.models.groups[replica.info.group]
+            can_take = group.enable_lora or group.kind is EngineKind.EXTERNAL
+            if not can_take or LOAD_ROUTE not in replica.info.capabilities:
                 raise WeightUpdateConflict(
                     f"replica {replica.replica_id} ({replica.info.kind} at {replica.info.url}) takes no LoRA adapters: "
                     "set engine.enable_lora, max_loras and max_lora_rank; a vLLM of your own needs --enable-lora and "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 )
         return members
-
-    def _takes_adapters(self, replica: Replica) -> bool:
-        group = self._fleet.models.groups[replica.info.group]
-        return LOAD_ROUTE in replica.info.capabilities and (group.enable_lora or group.kind is EngineKind.EXTERNAL)
 
     async def _check_folder(self, path: str, members: Sequence[Replica]) -> None:
         """Check rank and shapes, except for external servers: they may read another machine's folder."""

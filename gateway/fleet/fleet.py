@@ -14,6 +14,7 @@ import structlog
 
 from engines.errors import (
     EngineError,
+    EngineFailed,
     EngineGone,
     EngineUnreachable,
     UnknownModel,
@@ -502,13 +503,13 @@ class Fleet:
             self.set_state(replica, ReplicaState.LOST, replica.reason)
 
     async def examine(self, replica: Replica, error: EngineError) -> bool:
-        """Look at a replica on which an attempt failed. True if its engine process is gone.
+        """Look at a replica on which an attempt failed. True if its engine process is gone, or the core of its vLLM.
 
-        A connection that broke is no evidence by itself: the replica is SUSPECT if a probe fails too. A SUSPECT replica
-        is probed again, as its engine may be ending, but not where it is silent, or stands still: its rollouts would
-        wait for another silence.
+        A connection that broke, or a 500, is no evidence by itself: a probe must fail too. A SUSPECT replica is probed
+        again, as its engine may be ending, but not where it is silent, or stands still: its rollouts would wait for
+        another silence.
         """
-        if not isinstance(error, EngineUnreachable):
+        if not isinstance(error, EngineUnreachable) and not (isinstance(error, EngineFailed) and error.status == 500):
             return False
         evidence = replica.evidence
         is_known = evidence.is_gone or evidence.is_silent or evidence.is_stalled
@@ -519,7 +520,7 @@ class Fleet:
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.set_state(replica, ReplicaState.SUSPECT, str(failure))
             self._lose_if_over(replica, failure)
-        return isinstance(failure, EngineGone)
+        return isinstance(failure, EngineGone) or (isinstance(failure, EngineFailed) and failure.status == 503)
 
     def _vouched(self, replica: Replica) -> None:
         if replica.state is not ReplicaState.SUSPECT:

@@ -126,6 +126,7 @@ class Flight:
     """
 
     def __init__(self, version: int | None) -> None:
+        self.may_abort = False  # a trainer's pause has asked for what it has; else an engine that ends aborts it
         self.versions = [] if version is None else [version]
         self._kv = list(self.versions)
 
@@ -245,6 +246,11 @@ class Replica:
         """Start the record of the weight versions of a request that is sent now, until `release`."""
         self._flights[id(rollout)] = flight = Flight(self.weight_version)
         return flight
+
+    def expect_aborts(self) -> None:
+        """Take an abort of a request in flight for its end, from here on."""
+        for flight in self._flights.values():
+            flight.may_abort = True
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
         """Take `version`. Requests in flight keep their KV, or the engine computes it again."""

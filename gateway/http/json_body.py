@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 import orjson
@@ -42,7 +42,9 @@ def as_object(content: bytes) -> dict[str, Any]:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is no JSON: {error}") from error
-    return body if isinstance(body, dict) else _no_object(body)
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
+    return body
 
 
 async def read_content(request: web.Request) -> bytes:
@@ -61,10 +63,6 @@ async def read_content(request: web.Request) -> bytes:
         raise InvalidRequest(f"the body stopped: no part of it came for {_QUIET_TIMEOUT_S:g} s") from error
     except _UNREADABLE as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
-
-
-def _no_object(body: Any) -> NoReturn:
-    raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
 
 
 async def _content(request: web.Request, limit: int) -> bytes:

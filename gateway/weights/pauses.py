@@ -46,6 +46,8 @@ class Pauses:
             if not replica.info.has("/pause"):
                 raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
         self._scheduler.close_gate(by)
+        for replica in members if mode is PauseMode.ABORT else ():
+            replica.expect_aborts()
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
         try:
             await on_living(

@@ -60,7 +60,8 @@ class Arrivals:
         try:
             await self._wake(replica)
             await self._read_label(replica)
-            adapters = await self._adapters_of(replica)
+            has_adapters = not replica.frozen and "/v1/load_lora_adapter" in replica.info.capabilities
+            adapters = await replica.engine.lora_adapters(self._timeout_s) if has_adapters else {}
         except BaseException as error:
             await replica.engine.close()
             if not isinstance(error, Exception):
@@ -98,11 +99,6 @@ class Arrivals:
             replica.weight_version = 0
             return
         replica.found = await replica.engine.weight_label(self._timeout_s)
-
-    async def _adapters_of(self, replica: Replica) -> dict[str, str]:
-        if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:
-            return {}
-        return await replica.engine.lora_adapters(self._timeout_s)
 
     def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
         """Serve adapters that an engine already holds. A name that was loaded here is loaded again, as the engine's may

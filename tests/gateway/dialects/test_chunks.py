@@ -1,5 +1,6 @@
 """A chunk without readable choices is a failure of its engine: the rollout goes on elsewhere."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -23,24 +24,35 @@ class OddEngine:
         self._engine = engine
         self._chunk = chunk
         self.num_streams = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         self.num_streams += 1
+        await self.may_answer.wait()
         yield [orjson.dumps(self._chunk)]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(rig: Rig, is_stream: bool) -> None:
+async def test_a_sample_that_a_pause_aborts_before_its_first_token_is_an_empty_one(rig: Rig, is_stream: bool) -> None:
     """vLLM sends nothing for it."""
     told = {"index": 0, "text": "a", "token_ids": [9], "finish_reason": "abort"}
-    for reader in rig.readers.values():
-        reader.engine = OddEngine(reader.engine, {"choices": [told]})  # type: ignore[assignment]
+    odd = [OddEngine(reader.engine, {"choices": [told]}) for reader in rig.readers.values()]
+    for reader, engine in zip(rig.readers.values(), odd, strict=True):
+        reader.engine = engine  # type: ignore[assignment]
+        engine.may_answer.clear()
     body = SAMPLING | {"model": "sim", "prompt": "a", "n": 2, "temperature": 1.0, "return_token_ids": True}
     path = completions.PATH
-    replies = await rig.stream(path, body) if is_stream else [(await rig.post(path, body))[1]]
+    asked: asyncio.Task[Any] = asyncio.create_task(rig.stream(path, body) if is_stream else rig.post(path, body))
+    while not any(engine.num_streams for engine in odd):
+        await asyncio.sleep(0.01)
+    assert (await rig.post("/pause?mode=abort"))[0] == 200
+    for engine in odd:
+        engine.may_answer.set()
+    replies = await asked if is_stream else [(await asked)[1]]
     choices = {choice["index"]: choice for reply in replies for choice in reply["choices"]}
     assert {index: choice["finish_reason"] for index, choice in choices.items()} == {0: "abort", 1: "abort"}
     assert (choices[1]["text"], choices[1]["token_ids"]) == ("", [])

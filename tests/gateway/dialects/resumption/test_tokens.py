@@ -77,6 +77,27 @@ async def cut_off(rig: Rig, path: str, body: Json) -> tuple[Json, int]:
     return dict(told), sum(replica.generated_tokens for replica in rig.replicas) - before
 
 
+@pytest.mark.parametrize("early", [EARLY, 0])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_an_engine_aborts_as_it_ends_is_made_elsewhere(
+    start_rig: StartRig, streams: bool, n: int, early: int
+) -> None:
+    """As vLLM's core does where it gets SIGTERM. Without tokens it sends no chunk."""
+    rig = await started(start_rig)
+    body = BODY | {"n": n, "temperature": 1, "return_token_ids": True}
+    ask = rig.stream(COMPLETIONS, body) if streams else rig.post(COMPLETIONS, body)
+    running = asyncio.create_task(ask)
+    await rig.begun(n, tokens=early)
+    for replica in rig.replicas:
+        replica.scheduler.abort([*replica.scheduler.running])
+    rig.hurry()
+    reply: Any = await running
+    choices = [one for chunk in (reply if streams else reply[1:]) for one in chunk["choices"]]
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"] * n
+    assert sum(len(one["token_ids"] or ()) for one in choices) == n * LONG
+
+
 def token_body(**sampling: Any) -> Json:
     asked = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True} | sampling
     return {"token_ids": [5, 6], "sampling_params": asked}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engines.engine import Engine
 from engines.errors import (
     EngineFailed,
     EngineGone,
@@ -97,6 +98,28 @@ async def test_a_replica_that_had_no_room_serves_again_after_its_pause(start_rig
             await asyncio.sleep(0.01)
         rig.replicas[0].inject()
         assert (await asked)[0] == 200
+
+
+async def test_a_vllm_whose_core_has_died_is_left_at_its_first_500(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its API server answers 500, and 503 to /health, until it ends."""
+    rig = await start_rig(1)
+    dead = EngineFailed("the engine is dead")
+    dead.status = 503
+
+    async def health(engine: Engine, timeout_s: float) -> None:
+        raise dead
+
+    rig.replicas[0].inject(status=500)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.fleet.replicas[0].engine), "health", health)
+        asked = asyncio.create_task(rig.post("/v1/completions", ASKED, headers={"X-Request-Id": "lone"}))
+        await rig.in_line()
+        rig.replicas[0].inject()
+    assert (await asked)[0] == 200
+    [rollout] = (await rig.get("/traces/lone"))[1]["rollouts"]
+    assert [attempt["end"] for attempt in rollout["attempts"]] == ["failed", "answered"]
 
 
 async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(start_rig: StartRig) -> None:

@@ -503,7 +503,7 @@ class Fleet:
             self.set_state(replica, ReplicaState.LOST, replica.reason)
 
     async def examine(self, replica: Replica, error: EngineError) -> bool:
-        """Look at a replica on which an attempt failed. True if its engine process is gone, or the core of its vLLM.
+        """Look at a replica on which an attempt failed. True if its engine process is gone.
 
         A connection that broke, or a 500, is no evidence by itself: a probe must fail too. A SUSPECT replica is probed
         again, as its engine may be ending, but not where it is silent, or stands still: its rollouts would wait for
@@ -520,7 +520,7 @@ class Fleet:
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.set_state(replica, ReplicaState.SUSPECT, str(failure))
             self._lose_if_over(replica, failure)
-        return isinstance(failure, EngineGone) or (isinstance(failure, EngineFailed) and failure.status == 503)
+        return isinstance(failure, EngineGone)
 
     def _vouched(self, replica: Replica) -> None:
         if replica.state is not ReplicaState.SUSPECT:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from engines.engine import Engine, Json
 from engines.errors import EngineError, EngineOverwritten, EngineRefused, EngineUnreachable
-from engines.types import ReplicaInfo, ReplicaState
+from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
@@ -27,6 +27,7 @@ _TOLD_WITHIN_S, _SLOW_TOKENS_PER_S = 0.25, 5000
 _SHARE_BESIDE_STANDBY = 0.25
 """Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have
 nothing to do until they end."""
+_ABORT = (EngineKind.EXTERNAL, EngineKind.SGLANG)  # by their owners, and where a grammar fails
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
@@ -125,8 +126,8 @@ class Flight:
     of them may have made any token: a token may arrive long after it was made.
     """
 
-    def __init__(self, version: int | None) -> None:
-        self.may_abort = False  # a trainer's pause has asked for what it has; else an engine that ends aborts it
+    def __init__(self, version: int | None, may_abort: bool = False) -> None:
+        self.may_abort = may_abort  # it ends so; else an engine that ends has aborted it
         self.versions = [] if version is None else [version]
         self._kv = list(self.versions)
 
@@ -244,11 +245,11 @@ class Replica:
 
     def take_off(self, rollout: Work) -> Flight:
         """Start the record of the weight versions of a request that is sent now, until `release`."""
-        self._flights[id(rollout)] = flight = Flight(self.weight_version)
+        self._flights[id(rollout)] = flight = Flight(self.weight_version, self.info.kind in _ABORT)
         return flight
 
     def expect_aborts(self) -> None:
-        """Take an abort of a request in flight for its end, from here on."""
+        """Take an abort of a request in flight for its end, as a trainer's pause asks for what it has."""
         for flight in self._flights.values():
             flight.may_abort = True
 

@@ -163,8 +163,7 @@ class Canary:
         that the kind is known for, then with what the witnesses show now, or else the judged themselves. That of
         witnesses is kept, with weights of a trainer that pass: a checkpoint's may be random (`load_format: dummy`)."""
         findings = judged(noise=0.0)
-        kind = self._kind(next(iter(findings)))
-        noise = self._noises.get(kind, 0.0)
+        noise = self._noises.get(kind := self._kind(next(iter(findings))), 0.0)
         for asked in ([], witnesses, [replica for replica in findings if replica not in witnesses]):
             if all(finding.may_serve for finding in findings.values()):
                 break

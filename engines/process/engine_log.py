@@ -50,6 +50,7 @@ _STAGES = tuple(
 
 _LINE_END = re.compile(r"[\r\n]+")
 _OPTIONAL = re.compile(r"^.*was found but failed to import\n(?:.*\n)*?[\w.]*(?:Error|Exception)\b.*\n?", re.M)
+_LEAKS = re.compile(r"^(?:nanobind: | - leaked | - \.\.\. skipped|See https://nanobind).*\n?", re.M)
 _DETAIL = re.compile(r" \d+/\d+$|: .*")
 _KV_MEMORY = re.compile(r"`--kv-cache-memory=(\d+)` \([^)]*\) to fit into requested memory")
 
@@ -72,10 +73,10 @@ def check_log_folder(config: EngineConfig, section: str) -> None:
 
 
 def read_tail(path: Path) -> str:
-    """Return the last 1 MiB of a log. Raise OSError if there is none."""
+    """Return the last 1 MiB of a log, but for what libraries leak at its end. Raise OSError if there is none."""
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        return log.read().decode(errors="replace")
+        return _LEAKS.sub("", log.read().decode(errors="replace"))
 
 
 def lines_of(log: str) -> list[str]:

@@ -207,9 +207,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # by routes of a port that stays on loopback
     of_one_worker = _VLLM_SINGLE_ENV if config.world_size == 1 else {}
     env |= _VLLM_CPU_ENV | of_one_worker if on_cpu else {METHOD: "fork"}
-    command = _command(entry, arguments, env | config.env)
     modules = [entry[2], *_VLLM_MODULES, *(_OF_CPUS if on_cpu else _OF_GPUS)]
-    return replace(command, preload=Preload(modules, vllm.version))
+    return replace(_command(entry, arguments, env | config.env), preload=Preload(modules, vllm.version))
 
 
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:

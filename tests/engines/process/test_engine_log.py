@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.process.engine_log import Phases, doing, forget_old_logs, lines_of, measured_kv_memory
+from engines.process.engine_log import Phases, doing, forget_old_logs, lines_of, measured_kv_memory, read_tail
 
 FIRST = "2026-11-21 15:03:00 python -m vllm.entrypoints.cli.main serve tiny\n"
 CORE = "(EngineCore pid=29771) INFO 11-21 15:03:15 [core.py:133] "
@@ -101,3 +101,17 @@ def test_the_kv_cache_that_fits_is_that_of_the_worker_with_the_least() -> None:
     assert measured_kv_memory("".join(ranks)) == 55_000
     assert measured_kv_memory(FIRST + MEASURED.replace("%d", "-5")) is None
     assert measured_kv_memory(FIRST) is None
+
+
+def test_what_libraries_leak_as_an_engine_fails_hides_nothing(tmp_path: Path) -> None:
+    """vLLM 0.32 on CPU ends with 31 such lines, more than are shown."""
+    log = tmp_path / "log"
+    log.write_text(
+        "ValueError: no such thing\n"
+        "nanobind: leaked 514 functions!\n"
+        ' - leaked function "__init__"\n'
+        " - ... skipped remainder\n"
+        "nanobind: this is likely caused by a reference counting issue in the binding code.\n"
+        "See https://nanobind.readthedocs.io/en/latest/refleaks.html"
+    )
+    assert read_tail(log) == "ValueError: no such thing\n"

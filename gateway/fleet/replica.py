@@ -127,7 +127,7 @@ class Flight:
     """
 
     def __init__(self, version: int | None, may_abort: bool = False) -> None:
-        self.may_abort = may_abort  # it ends so; else an engine that ends has aborted it
+        self.may_abort = may_abort  # an abort is its end, not that of its engine
         self.versions = [] if version is None else [version]
         self._kv = list(self.versions)
 

@@ -268,7 +268,7 @@ class Part:
             if streams:
                 await replica.vouched()
                 self._read(self._unvouched)
-            aborted = self._checked_ends(replica)
+            aborted = self._checked_ends(source)
         except (EngineRefused, EngineFailed) as error:
             await replica.vouched()
             if isinstance(error, EngineRefused):
@@ -357,7 +357,7 @@ class Part:
         made = any(sample.num_new for sample in self.samples)
         return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
 
-    def _checked_ends(self, replica: Replica) -> list[Sample]:
+    def _checked_ends(self, source: Source) -> list[Sample]:
         """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole; that of an
         external server that knows no `n` lacks samples. Return those that a trainer's pause aborted before their first
         token: vLLM sends no chunk for them, or an opening alone."""
@@ -369,10 +369,10 @@ class Part:
                 found = sum(one.has_come for one in self.samples)
                 reason = f"it answered with {found} choices, and {len(self.samples)} were asked for"
                 self._drop()
-                raise EngineFailed(reason, replica_id=replica.replica_id)
-            if sample.num_new or sample.source is None or not sample.source.flight.may_abort:
+                raise EngineFailed(reason, replica_id=source.replica.replica_id)
+            if sample.num_new or not source.flight.may_abort:
                 reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
-                raise EngineFailed(reason, replica_id=replica.replica_id)
+                raise EngineFailed(reason, replica_id=source.replica.replica_id)
             aborted.append(sample)
         return aborted
 

@@ -171,7 +171,7 @@ async def test_replicas_that_show_no_noise_under_load_refuse_no_idle_one(
     loaded(monkeypatch, "engine-0", "engine-1")
     measured = Canary._noise_of
 
-    async def saturated(canary: Canary, replica: Replica) -> float | None:
+    async def saturated(canary: Canary, replica: Replica) -> float:
         return 0.0 if replica.replica_id in ("engine-0", "engine-1") else await measured(canary, replica)
 
     monkeypatch.setattr(Canary, "_noise_of", saturated)
